@@ -1,0 +1,1 @@
+"""kvq: quantized KV-cache pages, and attention over them."""

@@ -1,0 +1,70 @@
+"""Bytes of a page: where the codes and scales of each head lie, and how many tokens a budget holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvq.scheme import QuantScheme, check_head_dim
+
+PAGE_SIZES = (16, 32, 64, 128)
+ALIGN = 16  # bytes; narrower strides make Triton fall back to narrow loads without cp.async
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Layout v1: a page is ``kv_heads`` contiguous planes, one (page, head) tile is one contiguous read.
+
+    A plane is ``K codes | V codes | K scales | V scales``, each part ``page_size`` rows, one a token:
+
+    ======== ===================================================== =====================
+    part     row                                                   bytes of a row
+    ======== ===================================================== =====================
+    K codes  uint16 words; word j holds dims j, j+W, ... (planes)  head_dim * bits / 8
+    V codes  the same                                              head_dim * bits / 8
+    K scales fp16 scale, then fp16 zero unless symmetric           2 or 4
+    V scales the same                                              2 or 4
+    ======== ===================================================== =====================
+    """
+
+    scheme: QuantScheme
+    page_size: int
+    kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        check_head_dim(self.head_dim)
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size is {self.page_size}; allowed: {', '.join(map(str, PAGE_SIZES))}")
+        if self.kv_heads < 1:
+            raise ValueError(f"kv_heads is {self.kv_heads}; it must be at least 1")
+
+    @property
+    def v_codes(self) -> int:
+        """Offset in bytes of the V codes in a head's plane (K codes are at 0)."""
+        return self.page_size * self.scheme.key.row_bytes(self.head_dim)
+
+    @property
+    def k_scales(self) -> int:
+        return self.v_codes + self.page_size * self.scheme.value.row_bytes(self.head_dim)
+
+    @property
+    def v_scales(self) -> int:
+        return self.k_scales + self.page_size * self.scheme.key.scale_bytes()
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head's plane; a multiple of 16 for every allowed shape."""
+        return self.v_scales + self.page_size * self.scheme.value.scale_bytes()
+
+    @property
+    def page_bytes(self) -> int:
+        return self.kv_heads * self.head_bytes
+
+    @property
+    def native_page_bytes(self) -> int:
+        """Bytes of the same page in fp16 or bf16: what a hot page costs."""
+        return 2 * 2 * self.page_size * self.kv_heads * self.head_dim
+
+    def num_pages(self, budget_bytes: int, layers: int = 1) -> int:
+        """Pages that ``budget_bytes`` hold when each page exists in ``layers`` layers."""
+        return budget_bytes // (layers * self.page_bytes)

@@ -1,0 +1,101 @@
+"""What is stored: bits, symmetry and rotation of K and of V."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORMAT_VERSION = 1
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raise ValueError unless the page format and its kernels support ``head_dim``."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim is {head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}")
+
+
+@dataclass(frozen=True)
+class TensorScheme:
+    """How one tensor (K or V) of a token and head is stored.
+
+    ``bits`` codes an element; a fp16 scale a token and head, and, unless ``symmetric``, a fp16 zero beside it.
+    ``rotate``: a normalised Hadamard matrix is applied along head_dim before quantizing.
+    """
+
+    bits: int
+    symmetric: bool
+    rotate: bool
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits is {self.bits}; allowed: 4 or 8")
+
+    @property
+    def planes(self) -> int:
+        """Elements in a uint16 word: word j holds dims j, j + W, ... where W = head_dim / planes."""
+        return 16 // self.bits
+
+    @property
+    def levels(self) -> int:
+        return 1 << self.bits
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of the codes of one token and head."""
+        return head_dim * self.bits // 8
+
+    def scale_bytes(self) -> int:
+        """Bytes of the scale, and zero where there is one, of one token and head."""
+        return 2 if self.symmetric else 4
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return self.bits + 8.0 * self.scale_bytes() / head_dim
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """A storage format of KV pages: K and V schemes under a name and a format version.
+
+    ``kvq.INT4``, ``kvq.INT8`` and ``kvq.K8V4`` are the presets; ``QuantScheme.parse`` reads their names.
+    """
+
+    name: str
+    key: TensorScheme
+    value: TensorScheme
+    version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != FORMAT_VERSION:
+            raise ValueError(f"version is {self.version}; this kvq reads and writes version {FORMAT_VERSION}")
+
+    @property
+    def format_name(self) -> str:
+        """Name that keeps caches of different formats apart, e.g. ``kvq-int4-v1``."""
+        return f"kvq-{self.name}-v{self.version}"
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """Mean stored bits of a K or V element, scales and zeros included."""
+        check_head_dim(head_dim)
+        return (self.key.bits_per_element(head_dim) + self.value.bits_per_element(head_dim)) / 2
+
+    def page_bytes(self, page_size: int, kv_heads: int, head_dim: int) -> int:
+        """Bytes of one page of one layer, K and V of all heads, scales included."""
+        from kvq.page import PageLayout
+
+        return PageLayout(self, page_size, kv_heads, head_dim).page_bytes
+
+    @staticmethod
+    def parse(name: str | QuantScheme) -> QuantScheme:
+        """The preset called ``name`` (case and dashes do not matter). Raises ValueError for any other name."""
+        if isinstance(name, QuantScheme):
+            return name
+        key = str(name).strip().lower().replace("_", "-").removeprefix("kvq-").removesuffix(f"-v{FORMAT_VERSION}")
+        if key not in PRESETS:
+            raise ValueError(f"scheme is {name!r}; allowed: {', '.join(sorted(PRESETS))}")
+        return PRESETS[key]
+
+
+INT4 = QuantScheme("int4", TensorScheme(4, False, True), TensorScheme(4, False, True))
+INT4_SYM = QuantScheme("int4-sym", TensorScheme(4, True, True), TensorScheme(4, True, True))
+INT8 = QuantScheme("int8", TensorScheme(8, True, False), TensorScheme(8, True, False))
+K8V4 = QuantScheme("k8v4", TensorScheme(8, True, False), TensorScheme(4, False, True))
+PRESETS = {s.name: s for s in (INT4, INT4_SYM, INT8, K8V4)}
