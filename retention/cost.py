@@ -30,6 +30,7 @@ class PrefillCost:
         self._xx = [[0.0] * 3 for _ in range(3)]
         self._xy = [0.0] * 3
         self._fit: tuple[float, float, float] | None = None
+        self._seen = self._new = 0
 
     def observe(self, tokens: int, seconds: float, cached: int = 0) -> None:
         """`tokens` were computed in `seconds` after `cached` ones. Impossible observations are ignored."""
@@ -41,13 +42,15 @@ class PrefillCost:
             self._xy[i] = self._xy[i] * self._forget + x[i] * seconds
             for j in range(3):
                 self._xx[i][j] = self._xx[i][j] * self._forget + x[i] * x[j]
-        self._fit = None
+        self._seen += 1
+        self._new += 1
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
-        """(a, b, d) per token."""
-        if self._fit is None:
+        """(a, b, d) per token. Fitted again when more than 1/16 of the observations (of the last 256) is new."""
+        if self._fit is None or self._new > min(self._seen, 256) // 16:
             self._fit = self._solve()
+            self._new = 0
         a, b, d = self._fit
         return a * 1e-6, b * 1e-3, d
 
