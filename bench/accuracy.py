@@ -393,7 +393,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def load(path: Path, device: str) -> tuple[Any, texts.Encode]:
+def load_model(path: Path, device: str) -> tuple[Any, texts.Encode]:
     """Model in float32 and its encoder of plain text (no special tokens)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -409,7 +409,7 @@ def limited(windows: list[texts.Window], limit: int | None) -> list[texts.Window
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    model, encode = load(model_path(args.model), args.device)
+    model, encode = load_model(model_path(args.model), args.device)
     windows = limited(texts.windows(encode, args.texts, args.data), args.limit)
     rows = [Row(s, w, f) for f in args.first for w in args.windows for s in args.schemes]
     transforms: dict[str, list[KeyTransform]] = {}
