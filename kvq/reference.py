@@ -87,22 +87,26 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Quantize float32 ``x`` along ``dim``: codes uint8 like x, scale and zero (None if symmetric) fp16, keepdim.
 
-    Asymmetric: zero = min rounded down to fp16, scale = (max - zero) / (2^bits - 1), x = scale * code + zero.
-    Symmetric: scale = -(element of largest size) / 2^(bits-1), x = scale * (code - 2^(bits-1)); the sign of the scale
-    gives the largest element the one code that has no opposite. A constant row has scale 0 and stores its value in
-    the zero; a zero row decodes to zeros. Values beyond fp16 are clamped by the caller.
+    The codes span ``clip`` of the row's range about its middle (symmetric: of its largest size).
+    Asymmetric: zero = low end rounded down to fp16, scale = (high end - zero) / (2^bits - 1), x = scale * code + zero.
+    Symmetric: scale = -clip * (element of largest size) / 2^(bits-1), x = scale * (code - 2^(bits-1)); the sign of the
+    scale gives the largest element the one code that has no opposite. A constant row has scale 0 and stores its value
+    in the zero; a zero row decodes to zeros. Values beyond fp16 are clamped by the caller.
     """
     top = scheme.levels - 1
     lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     if scheme.symmetric:
-        scale = (torch.where(hi > -lo, hi, lo) / -(scheme.levels // 2)).half()
-        zero, base = None, -scale.float() * (scheme.levels // 2)
+        bias = scheme.levels // 2
+        scale = (torch.where(hi > -lo, hi, lo) * (-scheme.clip / bias)).half()
+        zero, base = None, torch.zeros_like(lo)
     else:
-        zero = to_fp16_down(lo)
+        bias = 0
+        margin = (hi - lo) * ((1 - scheme.clip) / 2)
+        zero = to_fp16_down(lo + margin)
         base = zero.float()
-        scale = ((hi - base) / top).half()
+        scale = ((hi - margin - base) / top).half()
     inverse = torch.where(scale == 0, torch.zeros_like(base), 1.0 / scale.float())
-    codes = ((x - base) * inverse + 0.5).floor().clamp(0, top).to(torch.uint8)
+    codes = ((x - base) * inverse + (bias + 0.5)).floor().clamp(0, top).to(torch.uint8)
     return codes, scale, zero
 
 

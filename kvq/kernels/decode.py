@@ -1,0 +1,659 @@
+"""Paged attention decode over quantized pages, with native ("hot") pages and split-KV, in one launch and a merge.
+
+Scores are computed transposed, S^T = K q^T, so that tokens fill the 16 rows of an MMA tile and the GQA group its 8 (or
+16) columns: half the tensor and softmax work of padding the group to 16 rows. For a tile of N tokens, with codes
+u = magic + n, scales (ks, kz), (vs, vz) a token, and q already rotated and scaled to at most 1 in size:
+
+    s     = (u_k . q - qc) ks sm + qs kz + o      qc = sum of the magic offsets times q, sm = softmax scale * log2 e * |q|
+    p     = exp2(s + log2 vs - M)                 the V scale rides in the exponent: p is in fp16 range whatever V is
+    acc   = acc a + p . u_v + sum(p vz / vs) - magic sum(fp16(p))         a = exp2(M_old - M)
+    L     = L a + sum(p / vs)
+
+``o`` is the key offset q . R(pos) mu: on P rotary pairs, two coefficients turned to the tile's first position in
+float32, times cos/sin of the positions in the tile, in halves (hi + lo) because |mu| may be 200.
+Work items, page lists and the split are made by kernels/schedule.py. Specification: reference.paged_attention_decode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
+from kvq.kernels.planes import (
+    butterfly2,
+    butterfly4,
+    hadamard_words,
+    plane_dim,
+    unpack_bytes,
+    unpack_nibbles,
+    unpack_nibbles_near,
+)
+from kvq.page import PageLayout
+from kvq.plan import DecodePlan
+from kvq.reference import HotPool, hadamard_block
+
+NEG = tl.constexpr(-1.0e30)
+HEADROOM = tl.constexpr(12.0)  # p reaches 2^12 in fp16, so that small p stay normal numbers
+TINY_SCALE = tl.constexpr(2.0**-24)  # smallest fp16 above 0; stands for a scale of 0
+
+
+@triton.jit
+def load_scales(ptr, o_n, SYM: tl.constexpr):
+    """Scale and zero, float32 [N] each, of tokens ``o_n``; the zero is 0 for symmetric storage."""
+    if SYM:
+        scale = tl.load(ptr.to(tl.pointer_type(tl.float16)) + o_n).to(tl.float32)
+        zero = tl.zeros_like(scale)
+    else:
+        both = tl.load(ptr.to(tl.pointer_type(tl.int32)) + o_n)
+        scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, zero
+
+
+@triton.jit
+def fast_log2(x, ASM: tl.constexpr):
+    """log2 to 2^-22; ``tl.log2`` is a polynomial of 12 instructions."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def apply_softcap(s, cap):
+    """cap tanh(s / cap) by exp2, without overflow: tanh x = 1 - 2 / (exp(2x) + 1)."""
+    return cap * (1.0 - 2.0 / (tl.exp2(s * (2.8853900817779268 / cap)) + 1.0))
+
+
+@triton.jit
+def quantized_tile(
+    q0, q1, q2, q3, qc, qs, sm,
+    a0, a1, a2, a3, m, l,
+    p_tile, v_codes, k_scales, v_scales,
+    c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn,
+    token, own, window, cap,
+    D: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
+    WK: tl.constexpr, WV: tl.constexpr, PAIRS: tl.constexpr, MAX_PAIRS: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One page of one head added to the running softmax (m, l) and the accumulators a0..a3 [WV, R]."""
+    KW: tl.constexpr = D * K_BITS // 16
+    VW: tl.constexpr = D * V_BITS // 16
+    o_n = tl.arange(0, N)
+    o_k = tl.arange(0, WK)
+    o_v = tl.arange(0, WV)
+    p_k = p_tile.to(tl.pointer_type(tl.int16)) + o_n[:, None] * KW + o_k[None, :]
+    p_v = (p_tile + v_codes).to(tl.pointer_type(tl.int16)) + o_v[:, None] + o_n[None, :] * VW
+    if WK == KW:
+        b_k = tl.load(p_k)  # [N, WK]
+    else:
+        b_k = tl.load(p_k, mask=(o_k < KW)[None, :], other=0)
+    if WV == VW:
+        b_v = tl.load(p_v)  # [WV, N], transposed by ldmatrix
+    else:
+        b_v = tl.load(p_v, mask=(o_v < VW)[:, None], other=0)
+    ks, kz = load_scales(p_tile + k_scales, o_n, K_SYM)
+    vs, vz = load_scales(p_tile + v_scales, o_n, V_SYM)
+    if MASKED:
+        inside = token + o_n <= tl.max(own, 0)  # unused rows may hold NaN
+        ks = tl.where(inside, ks, 0.0)
+        kz = tl.where(inside, kz, 0.0)
+        vs = tl.where(inside, vs, 0.0)
+        vz = tl.where(inside, vz, 0.0)
+
+    if K_BITS == 4:
+        k0, k1, k2, k3 = unpack_nibbles(b_k, ASM)
+        s = tl.dot(k0, q0)  # [N, R]
+        s = tl.dot(k1, q1, s)
+        s = tl.dot(k2, q2, s)
+        s = tl.dot(k3, q3, s)
+    else:
+        k0, k1 = unpack_bytes(b_k, ASM)
+        s = tl.dot(k0, q0)
+        s = tl.dot(k1, q1, s)
+
+    size = tl.maximum(tl.abs(vs), TINY_SCALE)
+    log_size = fast_log2(size, ASM)
+    inv_size = tl.exp2(-log_size)
+    if SOFTCAP:
+        bias = tl.zeros_like(log_size)
+    else:
+        bias = log_size
+    if K_SYM:
+        s = (s - qc[None, :]) * (ks * sm)[:, None] + bias[:, None]
+    else:
+        s = (s - qc[None, :]) * (ks * sm)[:, None] + (qs[None, :] * kz[:, None] + bias[:, None])
+    if PAIRS > 0:
+        t_cos = tl.load(p_turn)  # [PAIRS], of the tile's first position
+        t_sin = tl.load(p_turn + MAX_PAIRS)
+        b_cos = c_cos * t_cos[:, None] + c_sin * t_sin[:, None]  # [PAIRS, R]
+        b_sin = c_sin * t_cos[:, None] - c_cos * t_sin[:, None]
+        h_cos, h_sin = b_cos.to(tl.float16), b_sin.to(tl.float16)
+        o = tl.dot(i_cos, h_cos)
+        o = tl.dot(i_sin, h_sin, o)
+        o = tl.dot(i_cos, (b_cos - h_cos.to(tl.float32)).to(tl.float16), o)
+        o = tl.dot(i_sin, (b_sin - h_sin.to(tl.float32)).to(tl.float16), o)
+        o = tl.dot(j_cos, h_cos, o)
+        o = tl.dot(j_sin, h_sin, o)
+        s += o * sm
+    if SOFTCAP:
+        s = apply_softcap(s, cap) * 1.4426950408889634 + log_size[:, None]
+    if MASKED:
+        index = (token + o_n)[:, None]
+        seen = index <= own[None, :]
+        if WINDOW:
+            seen &= index > own[None, :] - window
+        s = tl.where(seen, s, NEG)
+    m_new = tl.maximum(m, tl.max(s, 0) - HEADROOM)
+    a = tl.exp2(m - m_new)
+    p = tl.exp2(s - m_new[None, :])
+    if V_SYM:
+        b_p = (p * tl.where(vs > 0.0, 1.0, tl.where(vs < 0.0, -1.0, 0.0))[:, None]).to(tl.float16)
+    else:
+        b_p = p.to(tl.float16)
+    l = l * a + tl.sum(p * inv_size[:, None], 0)
+    a = a[None, :]
+    if V_BITS == 4:
+        MAGIC: tl.constexpr = 72.0 if V_SYM else 64.0
+    else:
+        MAGIC: tl.constexpr = 1152.0 if V_SYM else 1024.0
+    if V_SYM:
+        c = tl.sum(b_p.to(tl.float32) * -MAGIC, 0)[None, :]
+    else:
+        c = tl.sum(p * (vz * inv_size)[:, None] - b_p.to(tl.float32) * MAGIC, 0)[None, :]
+    if V_BITS == 4:
+        v0, v1, v2, v3 = unpack_nibbles_near(b_v, ASM)
+        a0 = tl.dot(v0, b_p, a0 * a + c)
+        a1 = tl.dot(v1, b_p, a1 * a + c)
+        a2 = tl.dot(v2, b_p, a2 * a + c)
+        a3 = tl.dot(v3, b_p, a3 * a + c)
+    else:
+        v0, v1 = unpack_bytes(b_v, ASM)
+        a0 = tl.dot(v0, b_p, a0 * a + c)
+        a1 = tl.dot(v1, b_p, a1 * a + c)
+    return a0, a1, a2, a3, m_new, l
+
+
+@triton.jit
+def load_query_plane(p_row, o_w, m_row, PLANE: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Plane PLANE of the query rows that ``p_row`` [R] points at, [W, R] in the query's dtype."""
+    dim = plane_dim(o_w, PLANE, PLANES, BLOCK)
+    mask = (o_w < D // PLANES)[:, None] & m_row[None, :]
+    return tl.load(p_row[None, :] + dim[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def split_dot(h, x):
+    """h x for an exact fp16 matrix h and float32 x of size at most 1, in two fp16 halves of x (22 bits)."""
+    hi = x.to(tl.float16)
+    lo = (x - hi.to(tl.float32)).to(tl.float16)
+    return tl.dot(h, lo, tl.dot(h, hi))
+
+
+@triton.jit
+def rotate_planes(x0, x1, x2, x3, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):
+    """Normalised Hadamard transform of float32 planes [W, R]."""
+    top = tl.maximum(tl.max(tl.max(tl.abs(x0), 1), 0), tl.max(tl.max(tl.abs(x1), 1), 0))
+    if PLANES == 4:
+        top = tl.maximum(top, tl.maximum(tl.max(tl.max(tl.abs(x2), 1), 0), tl.max(tl.max(tl.abs(x3), 1), 0)))
+    inv = 1.0 / tl.maximum(top, 1.0e-30)
+    top *= NORM
+    h = hadamard_words(W, BLOCK // PLANES).to(tl.float16)
+    if PLANES == 4:
+        x0, x1, x2, x3 = butterfly4(
+            split_dot(h, x0 * inv), split_dot(h, x1 * inv), split_dot(h, x2 * inv), split_dot(h, x3 * inv)
+        )  # fmt: skip
+        x2, x3 = x2 * top, x3 * top
+    else:
+        x0, x1 = butterfly2(split_dot(h, x0 * inv), split_dot(h, x1 * inv))
+    return x0 * top, x1 * top, x2, x3
+
+
+@triton.jit
+def load_query(
+    p_row, p_scale, o_w, m_row,
+    D: tl.constexpr, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
+    ROTATE: tl.constexpr, HAS_SCALE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Query planes, float32 [W, R], in the space of the stored keys; planes 2 and 3 repeat plane 0 when PLANES is 2."""
+    x0 = load_query_plane(p_row, o_w, m_row, 0, PLANES, D, BLOCK).to(tl.float32)
+    x1 = load_query_plane(p_row, o_w, m_row, 1, PLANES, D, BLOCK).to(tl.float32)
+    if PLANES == 4:
+        x2 = load_query_plane(p_row, o_w, m_row, 2, PLANES, D, BLOCK).to(tl.float32)
+        x3 = load_query_plane(p_row, o_w, m_row, 3, PLANES, D, BLOCK).to(tl.float32)
+    else:
+        x2, x3 = x0, x1
+    if HAS_SCALE:
+        inside = o_w < D // PLANES
+        x0 *= tl.load(p_scale + plane_dim(o_w, 0, PLANES, BLOCK), mask=inside, other=0.0)[:, None]
+        x1 *= tl.load(p_scale + plane_dim(o_w, 1, PLANES, BLOCK), mask=inside, other=0.0)[:, None]
+        if PLANES == 4:
+            x2 *= tl.load(p_scale + plane_dim(o_w, 2, PLANES, BLOCK), mask=inside, other=0.0)[:, None]
+            x3 *= tl.load(p_scale + plane_dim(o_w, 3, PLANES, BLOCK), mask=inside, other=0.0)[:, None]
+    if ROTATE:
+        x0, x1, x2, x3 = rotate_planes(x0, x1, x2, x3, W, PLANES, BLOCK, NORM)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def hot_tile(
+    q0, q1, q2, q3, a0, a1, a2, a3, m, l, p_key, p_value, sm, token, own, window, cap,
+    D: tl.constexpr, N: tl.constexpr, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """N tokens of a hot page of one head, in the model's dtype; planes as in the quantized tiles, original space."""
+    o_n = tl.arange(0, N)
+    o_w = tl.arange(0, W)
+    index = token + o_n
+    m_n = index <= tl.max(own, 0)
+    mask = m_n[:, None] & (o_w < D // PLANES)[None, :]
+    p_k = p_key + o_n[:, None] * D
+    p_v = p_value + o_n[None, :] * D
+    d0 = plane_dim(o_w, 0, PLANES, BLOCK)
+    d1 = plane_dim(o_w, 1, PLANES, BLOCK)
+    k0 = tl.load(p_k + d0[None, :], mask=mask, other=0.0)  # [N, W]
+    k1 = tl.load(p_k + d1[None, :], mask=mask, other=0.0)
+    v0 = tl.load(p_v + d0[:, None], mask=tl.trans(mask), other=0.0)  # [W, N]
+    v1 = tl.load(p_v + d1[:, None], mask=tl.trans(mask), other=0.0)
+    if UPCAST:
+        k0, k1, v0, v1 = k0.to(tl.float32), k1.to(tl.float32), v0.to(tl.float32), v1.to(tl.float32)
+    s = tl.dot(k0, q0)  # [N, R]
+    s = tl.dot(k1, q1, s)
+    if PLANES == 4:
+        d2 = plane_dim(o_w, 2, PLANES, BLOCK)
+        d3 = plane_dim(o_w, 3, PLANES, BLOCK)
+        k2 = tl.load(p_k + d2[None, :], mask=mask, other=0.0)
+        k3 = tl.load(p_k + d3[None, :], mask=mask, other=0.0)
+        v2 = tl.load(p_v + d2[:, None], mask=tl.trans(mask), other=0.0)
+        v3 = tl.load(p_v + d3[:, None], mask=tl.trans(mask), other=0.0)
+        if UPCAST:
+            k2, k3, v2, v3 = k2.to(tl.float32), k3.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
+        s = tl.dot(k2, q2, s)
+        s = tl.dot(k3, q3, s)
+    s = s * sm
+    if SOFTCAP:
+        s = apply_softcap(s, cap) * 1.4426950408889634
+    seen = index[:, None] <= own[None, :]
+    if WINDOW:
+        seen &= index[:, None] > own[None, :] - window
+    s = tl.where(seen, s, NEG)
+    m_new = tl.maximum(m, tl.max(s, 0) - HEADROOM)
+    a = tl.exp2(m - m_new)
+    p = tl.exp2(s - m_new[None, :])
+    l = l * a + tl.sum(p, 0)
+    a = a[None, :]
+    hi = p.to(v0.dtype)
+    lo = (p - hi.to(tl.float32)).to(v0.dtype)  # bf16 alone would round p to 3 digits
+    a0 = tl.dot(v0, lo, tl.dot(v0, hi, a0 * a))
+    a1 = tl.dot(v1, lo, tl.dot(v1, hi, a1 * a))
+    if PLANES == 4:
+        a2 = tl.dot(v2, lo, tl.dot(v2, hi, a2 * a))
+        a3 = tl.dot(v3, lo, tl.dot(v3, hi, a3 * a))
+    return a0, a1, a2, a3, m_new, l
+
+
+@triton.jit
+def store_planes(
+    p_row, x0, x1, x2, x3, o_w, m_row, D: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store planes [W, R] at the rows ``p_row`` [R], in the pointer's dtype."""
+    mask = (o_w < D // PLANES)[:, None] & m_row[None, :]
+    p = p_row[None, :]
+    tl.store(p + plane_dim(o_w, 0, PLANES, BLOCK)[:, None], x0.to(p_row.dtype.element_ty), mask=mask)
+    tl.store(p + plane_dim(o_w, 1, PLANES, BLOCK)[:, None], x1.to(p_row.dtype.element_ty), mask=mask)
+    if PLANES == 4:
+        tl.store(p + plane_dim(o_w, 2, PLANES, BLOCK)[:, None], x2.to(p_row.dtype.element_ty), mask=mask)
+        tl.store(p + plane_dim(o_w, 3, PLANES, BLOCK)[:, None], x3.to(p_row.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def decode_kernel(
+    query, pages, out, lse, part_out, part_lse,
+    items, seq_info, seq_lens, page_list, page_index, hot_list, hot_index, hot_pool, sinks,
+    dim_scale, pair_index, pair_dim, pair_mu, inner, near, far, position_offset,
+    stride_q_seq, stride_q_tok, stride_q_head, stride_o_seq, stride_o_tok, stride_o_head,
+    stride_page, stride_list, stride_hot, head_bytes, v_codes, k_scales, v_scales,
+    scale, window, cap, q_len, rows,
+    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
+    K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    WK: tl.constexpr, WV: tl.constexpr, HOT_N: tl.constexpr,
+    HAS_SCALE: tl.constexpr, PAIRS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_HOT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (kv heads x row blocks, work items). See kernels/schedule.py for items, seq_info and the page lists."""
+    KP: tl.constexpr = 16 // K_BITS
+    VP: tl.constexpr = 16 // V_BITS
+    MAX_PAIRS: tl.constexpr = D // 2
+    i_head = tl.program_id(0) % HEADS_KV
+    i_block = tl.program_id(0) // HEADS_KV
+    i_item = tl.program_id(1)
+    i_seq = tl.load(items + 2 * i_item)
+    if i_seq < 0:
+        return
+    i_part = tl.load(items + 2 * i_item + 1)
+    p_info = seq_info + 4 * i_seq
+    first_page = tl.load(p_info)
+    num_cold = tl.load(p_info + 1)
+    num_hot = tl.load(p_info + 2)
+    parts = tl.load(p_info + 3)
+    seq_len = tl.load(seq_lens + i_seq)
+
+    o_r = i_block * R + tl.arange(0, R)  # rows: query token major, head of the group minor
+    m_r = o_r < rows
+    own = tl.where(m_r, seq_len - q_len + o_r // GROUP, -1)  # index of the row's own token
+    p_q = (
+        query + i_seq.to(tl.int64) * stride_q_seq + (o_r // GROUP) * stride_q_tok
+        + (i_head * GROUP + o_r % GROUP) * stride_q_head
+    )  # fmt: skip
+    o_k = tl.arange(0, WK)
+    o_v = tl.arange(0, WV)
+
+    x0, x1, x2, x3 = load_query(
+        p_q, dim_scale + i_head * D, o_k, m_r, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM
+    )  # fmt: skip
+    top = tl.maximum(tl.max(tl.max(tl.abs(x0), 1), 0), tl.max(tl.max(tl.abs(x1), 1), 0))
+    if KP == 4:
+        top = tl.maximum(top, tl.maximum(tl.max(tl.max(tl.abs(x2), 1), 0), tl.max(tl.max(tl.abs(x3), 1), 0)))
+    top = tl.where(top > 0.0, top, 1.0)
+    q0, q1, q2, q3 = (x0 / top).to(tl.float16), (x1 / top).to(tl.float16), (x2 / top).to(tl.float16), (x3 / top).to(tl.float16)  # fmt: skip
+    if SOFTCAP:
+        sm_raw = scale
+    else:
+        sm_raw = scale * 1.4426950408889634
+    sm = sm_raw * top
+    s0, s1 = tl.sum(q0.to(tl.float32), 0), tl.sum(q1.to(tl.float32), 0)  # of the rounded values
+    if K_BITS == 4:
+        s2, s3 = tl.sum(q2.to(tl.float32), 0), tl.sum(q3.to(tl.float32), 0)
+        qs = s0 + s1 + s2 + s3
+        qc = 1024.0 * (s0 + s2) + 64.0 * (s1 + s3)
+        if K_SYM:
+            qc += 8.0 * qs
+    else:
+        qs = s0 + s1
+        qc = 1024.0 * qs
+        if K_SYM:
+            qc += 128.0 * qs
+    qs = qs * sm
+
+    if PAIRS > 0:
+        o_p = tl.arange(0, PAIRS)
+        o_n = tl.arange(0, N)
+        o_pair = tl.load(pair_index + i_head * PAIRS + o_p)
+        d_a = tl.load(pair_dim + 2 * o_pair)
+        d_b = tl.load(pair_dim + 2 * o_pair + 1)
+        mu_a = tl.load(pair_mu + i_head * 2 * PAIRS + o_p)[:, None]
+        mu_b = tl.load(pair_mu + i_head * 2 * PAIRS + PAIRS + o_p)[:, None]
+        q_a = tl.load(p_q[None, :] + d_a[:, None], mask=m_r[None, :], other=0.0).to(tl.float32) / top
+        q_b = tl.load(p_q[None, :] + d_b[:, None], mask=m_r[None, :], other=0.0).to(tl.float32) / top
+        c_cos = q_a * mu_a + q_b * mu_b  # [PAIRS, R]
+        c_sin = q_b * mu_a - q_a * mu_b
+        if HAS_SHIFT:
+            shift = tl.load(position_offset + i_seq)
+            p_far = far + (tl.abs(shift) // N) * (2 * MAX_PAIRS) + o_pair
+            p_near = near + (tl.abs(shift) % N) * (2 * MAX_PAIRS) + o_pair
+            f_cos, f_sin = tl.load(p_far), tl.load(p_far + MAX_PAIRS)
+            n_cos, n_sin = tl.load(p_near), tl.load(p_near + MAX_PAIRS)
+            t_cos = (f_cos * n_cos - f_sin * n_sin)[:, None]
+            t_sin = (f_sin * n_cos + f_cos * n_sin)[:, None]
+            t_sin = tl.where(shift < 0, -t_sin, t_sin)
+            c_cos, c_sin = c_cos * t_cos + c_sin * t_sin, c_sin * t_cos - c_cos * t_sin
+        p_in = inner + i_head * (4 * N * PAIRS) + o_n[:, None] * (2 * PAIRS) + o_p[None, :]
+        i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [N, PAIRS] fp16; loaded as they are, so that they stay
+        j_cos, j_sin = tl.load(p_in + 2 * N * PAIRS), tl.load(p_in + 2 * N * PAIRS + PAIRS)  # in shared memory
+        p_turn = far + o_pair
+    else:
+        c_cos, c_sin, i_cos, i_sin, j_cos, j_sin = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        p_turn = far
+
+    a0 = tl.zeros([WV, R], tl.float32)
+    a1 = tl.zeros([WV, R], tl.float32)
+    a2 = tl.zeros([WV, R], tl.float32)
+    a3 = tl.zeros([WV, R], tl.float32)
+    m = tl.full([R], -1.0e29, tl.float32)  # above NEG, so that a tile with nothing seen adds nothing
+    l = tl.zeros([R], tl.float32)
+
+    lo = first_page + num_cold * i_part // parts
+    hi = first_page + num_cold * (i_part + 1) // parts
+    p_list = page_list + i_seq.to(tl.int64) * stride_list
+    p_index = page_index + i_seq.to(tl.int64) * stride_list
+    # pages whole in the sight of every row need no mask; at most two at either end of an item are not
+    full_lo = 0
+    if WINDOW:
+        full_lo = tl.cdiv(tl.maximum(seq_len - window, 0), N)
+    full_hi = tl.maximum(seq_len - q_len + 1, 0) // N
+    start = lo
+    stop = hi
+    for _ in tl.static_range(2):
+        if start < stop:
+            if HAS_HOT:
+                index = tl.load(p_index + start)
+            else:
+                index = start
+            start += (index < full_lo).to(tl.int32)
+        if start < stop:
+            if HAS_HOT:
+                index = tl.load(p_index + stop - 1)
+            else:
+                index = stop - 1
+            stop -= (index >= full_hi).to(tl.int32)
+
+    for i in tl.range(lo, hi - (stop - start), num_stages=1):
+        j = tl.where(i < start, i, i + (stop - start))
+        page = tl.load(p_list + j).to(tl.int64)
+        if HAS_HOT:
+            index = tl.load(p_index + j)
+        else:
+            index = j
+        a0, a1, a2, a3, m, l = quantized_tile(
+            q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
+            pages + page * stride_page + i_head * head_bytes, v_codes, k_scales, v_scales,
+            c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn + index * (2 * MAX_PAIRS),
+            index * N, own, window, cap,
+            D, N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, ASM,
+        )  # fmt: skip
+    for i in tl.range(start, stop, num_stages=STAGES):
+        page = tl.load(p_list + i).to(tl.int64)
+        if PAIRS > 0 and HAS_HOT:
+            index = tl.load(p_index + i)
+        else:
+            index = i
+        a0, a1, a2, a3, m, l = quantized_tile(
+            q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
+            pages + page * stride_page + i_head * head_bytes, v_codes, k_scales, v_scales,
+            c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn + index * (2 * MAX_PAIRS),
+            index * N, own, window, cap,
+            D, N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, False, False, SOFTCAP, ASM,
+        )  # fmt: skip
+    if V_ROTATE:
+        a0, a1, a2, a3 = rotate_planes(a0, a1, a2, a3, WV, VP, BLOCK, NORM)
+
+    if HAS_HOT:
+        h_lo = num_hot * i_part // parts
+        h_hi = num_hot * (i_part + 1) // parts
+        if h_hi > h_lo:
+            UPCAST: tl.constexpr = not ASM  # the interpreter multiplies bf16 wrongly
+            r0 = load_query_plane(p_q, o_v, m_r, 0, VP, D, BLOCK)
+            r1 = load_query_plane(p_q, o_v, m_r, 1, VP, D, BLOCK)
+            if VP == 4:
+                r2 = load_query_plane(p_q, o_v, m_r, 2, VP, D, BLOCK)
+                r3 = load_query_plane(p_q, o_v, m_r, 3, VP, D, BLOCK)
+            else:
+                r2, r3 = r0, r1
+            if UPCAST:
+                r0, r1, r2, r3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
+            else:
+                POOL: tl.constexpr = hot_pool.dtype.element_ty
+                r0, r1, r2, r3 = r0.to(POOL), r1.to(POOL), r2.to(POOL), r3.to(POOL)
+            TILES: tl.constexpr = N // HOT_N
+            p_hot = hot_list + i_seq.to(tl.int64) * stride_hot
+            p_hot_index = hot_index + i_seq.to(tl.int64) * stride_hot
+            for i in tl.range(h_lo * TILES, h_hi * TILES, num_stages=2):
+                slot = tl.load(p_hot + i // TILES).to(tl.int64)
+                row = (i % TILES) * HOT_N
+                token = tl.load(p_hot_index + i // TILES) * N + row
+                p_key = hot_pool + ((slot * 2 * HEADS_KV + i_head) * N + row) * D
+                a0, a1, a2, a3, m, l = hot_tile(
+                    r0, r1, r2, r3, a0, a1, a2, a3, m, l, p_key, p_key + HEADS_KV * N * D,
+                    sm_raw, token, own, window, cap,
+                    D, HOT_N, WV, VP, BLOCK, WINDOW, SOFTCAP, UPCAST,
+                )  # fmt: skip
+
+    if parts == 1:
+        o_head = i_head * GROUP + o_r % GROUP
+        if HAS_SINKS:
+            sink = tl.load(sinks + o_head, mask=m_r, other=0.0).to(tl.float32) * 1.4426950408889634
+            m_new = tl.maximum(m, sink - HEADROOM)
+            a = tl.exp2(m - m_new)
+            l = l * a + tl.exp2(sink - m_new)
+            m = m_new
+            a0, a1, a2, a3 = a0 * a[None, :], a1 * a[None, :], a2 * a[None, :], a3 * a[None, :]
+        inv = (1.0 / tl.where(l > 0.0, l, 1.0))[None, :]
+        p_o = (
+            out + i_seq.to(tl.int64) * stride_o_seq + (o_r // GROUP) * stride_o_tok + o_head * stride_o_head
+        )  # fmt: skip
+        store_planes(p_o, a0 * inv, a1 * inv, a2 * inv, a3 * inv, o_v, m_r, D, VP, BLOCK)
+        natural = tl.where(l > 0.0, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))
+        tl.store(lse + (i_seq.to(tl.int64) * q_len + o_r // GROUP) * (HEADS_KV * GROUP) + o_head, natural, mask=m_r)
+    else:
+        inv = (1.0 / tl.where(l > 0.0, l, 1.0))[None, :]
+        o_part = (i_item.to(tl.int64) * HEADS_KV + i_head) * rows + o_r
+        store_planes(part_out + o_part * D, a0 * inv, a1 * inv, a2 * inv, a3 * inv, o_v, m_r, D, VP, BLOCK)
+        tl.store(part_lse + o_part, tl.where(l > 0.0, m + tl.log2(l), NEG), mask=m_r)
+
+
+@triton.jit
+def merge_kernel(
+    out, lse, part_out, part_lse, items_first, seq_info, sinks,
+    stride_o_seq, stride_o_tok, stride_o_head, q_len, rows,
+    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows of a kv head x kv heads, sequences): merges the partial outputs of a sequence by log-sum-exp.
+
+    Returns at once where the decode kernel wrote the output itself; writes zeros where a sequence has no part.
+    """
+    i_row = tl.program_id(0) % rows
+    i_head = tl.program_id(0) // rows
+    i_seq = tl.program_id(1)
+    parts = tl.load(seq_info + 4 * i_seq + 3)
+    if parts == 1:
+        return
+    o_s = tl.arange(0, S)
+    o_d = tl.arange(0, DP)
+    head = i_head * GROUP + i_row % GROUP
+    m = -1.0e29
+    l = 0.0
+    acc = tl.zeros([DP], tl.float32)
+    if HAS_SINKS:
+        m = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        l = 1.0
+    first = tl.load(items_first + i_seq).to(tl.int64)
+    for s in range(0, parts, S):
+        o_part = ((first + s + o_s) * HEADS_KV + i_head) * rows + i_row
+        b_lse = tl.load(part_lse + o_part, mask=s + o_s < parts, other=NEG)  # [S]
+        m_new = tl.maximum(m, tl.max(b_lse, 0))
+        w = tl.exp2(b_lse - m_new)
+        b_o = tl.load(
+            part_out + o_part[:, None] * D + o_d[None, :],
+            mask=(s + o_s < parts)[:, None] & (o_d < D)[None, :], other=0.0,
+        )  # fmt: skip  [S, DP]
+        a = tl.exp2(m - m_new)
+        acc = acc * a + tl.sum(b_o * w[:, None], 0)
+        l = l * a + tl.sum(w, 0)
+        m = m_new
+    acc = acc / tl.where(l > 0.0, l, 1.0)
+    token = i_row // GROUP
+    p_o = out + i_seq.to(tl.int64) * stride_o_seq + token * stride_o_tok + head * stride_o_head
+    tl.store(p_o + o_d, acc.to(out.dtype.element_ty), mask=o_d < D)
+    natural = tl.where(l > 0.0, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))
+    tl.store(lse + (i_seq.to(tl.int64) * q_len + token) * (HEADS_KV * GROUP) + head, natural)
+
+
+def decode(
+    plan: DecodePlan,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    transform: DeviceTransform | None = None,
+    hot: HotPool | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    position_offset: torch.Tensor | None = None,
+) -> None:
+    """Launch decode and merge over the items of ``plan.update``; graph-safe: no allocation, no synchronisation.
+
+    query and out [num_seqs, q_len, heads, head_dim] with a contiguous last dim; lse float32 [num_seqs, q_len, heads].
+    """
+    layout, config = plan.layout, plan.config
+    kv_heads = layout.kv_heads
+    empty = plan.items
+    page_list = plan.page_list if hot is not None else block_tables
+    meta = decode_constants(
+        layout,
+        plan.heads // kv_heads,
+        plan.row_block,
+        pairs=0 if transform is None else transform.pairs,
+        has_scale=transform is not None and transform.has_scale,
+        has_shift=position_offset is not None,
+        has_hot=hot is not None,
+        has_sinks=sinks is not None,
+        window=plan.sliding_window is not None,
+        softcap=softcap is not None,
+    )
+    decode_kernel[(kv_heads * -(-plan.rows // plan.row_block), plan.max_items)](
+        query, pages, out, lse, plan.part_out, plan.part_lse,
+        plan.items, plan.seq_info, seq_lens, page_list, plan.page_index, plan.hot_list, plan.hot_index,
+        empty if hot is None else hot.pool, empty if sinks is None else sinks,
+        *((empty,) * 7 if transform is None else transform.decode_tensors()),
+        empty if position_offset is None else position_offset,
+        query.stride(0), query.stride(1), query.stride(2), out.stride(0), out.stride(1), out.stride(2),
+        pages.stride(0), page_list.stride(0), plan.hot_list.stride(0),
+        layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
+        scale, plan.sliding_window or 0, softcap or 0.0, plan.q_len, plan.rows,
+        **meta, STAGES=config.num_stages, ASM=USE_ASM, num_warps=config.num_warps,
+    )  # fmt: skip
+    merge_kernel[(plan.rows * kv_heads, query.shape[0])](
+        out, lse, plan.part_out, plan.part_lse, plan.items_first, plan.seq_info, empty if sinks is None else sinks,
+        out.stride(0), out.stride(1), out.stride(2), plan.q_len, plan.rows,
+        HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, DP=next_pow2(layout.head_dim), S=16,
+        HAS_SINKS=sinks is not None, num_warps=2,
+    )  # fmt: skip
+
+
+def decode_constants(
+    layout: PageLayout,
+    group: int,
+    row_block: int,
+    *,
+    pairs: int = 0,
+    has_scale: bool = False,
+    has_shift: bool = False,
+    has_hot: bool = False,
+    has_sinks: bool = False,
+    window: bool = False,
+    softcap: bool = False,
+) -> dict[str, Any]:
+    """Compile-time constants of ``decode_kernel`` for a layout and the features a call uses."""
+    key, value, head_dim = layout.scheme.key, layout.scheme.value, layout.head_dim
+    block = hadamard_block(head_dim)
+    return dict(
+        HEADS_KV=layout.kv_heads, GROUP=group, D=head_dim, N=layout.page_size, R=row_block,
+        K_BITS=key.bits, V_BITS=value.bits, K_SYM=key.symmetric, V_SYM=value.symmetric,
+        K_ROTATE=key.rotate, V_ROTATE=value.rotate, BLOCK=block, NORM=block**-0.5,
+        WK=max(16, next_pow2(head_dim // key.planes)), WV=max(16, next_pow2(head_dim // value.planes)), HOT_N=16,
+        HAS_SCALE=has_scale, PAIRS=pairs, HAS_SHIFT=has_shift and pairs > 0, HAS_HOT=has_hot,
+        HAS_SINKS=has_sinks, WINDOW=window, SOFTCAP=softcap,
+    )  # fmt: skip

@@ -1,0 +1,261 @@
+"""Quantize on write: K and V of new tokens into the slots of their pages, and unchanged into hot pages.
+
+One program quantizes T tokens of one head, K then V. Key offset, pair scale and Hadamard transform are fused; the
+values are held as planes, so that packing is a shift and an or. Specification: reference.write.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
+from kvq.kernels.planes import butterfly2, butterfly4, hadamard_words, plane_dim
+from kvq.page import PageLayout
+from kvq.reference import HotPool, hadamard_block
+
+FP16_MAX = tl.constexpr(65504.0)
+BAD_SLOT = tl.constexpr(0)  # entries of the status word, see ops.Status
+NOT_FINITE = tl.constexpr(1)
+CLAMPED = tl.constexpr(2)
+BAD_POSITION = tl.constexpr(3)
+
+
+@triton.jit
+def load_plane(
+    p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t,
+    PLANE: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Plane PLANE of T tokens, float32 [T, W], less the offset and divided by the pair scale."""
+    dim = plane_dim(o_w, PLANE, PLANES, BLOCK)
+    m_w = o_w < D // PLANES
+    x = tl.load(p_x[:, None] + dim[None, :], mask=m_t[:, None] & m_w[None, :], other=0.0).to(tl.float32)
+    if HAS_MU:
+        pair = tl.load(dim_pair + dim, mask=m_w, other=0)
+        mask = m_t[:, None] & m_w[None, :]
+        p_far = far + (pos // N)[:, None] * D + pair[None, :]
+        p_near = near + (pos % N)[:, None] * D + pair[None, :]
+        f_cos = tl.load(p_far, mask=mask, other=0.0)
+        f_sin = tl.load(p_far + D // 2, mask=mask, other=0.0)
+        n_cos = tl.load(p_near, mask=mask, other=0.0)
+        n_sin = tl.load(p_near + D // 2, mask=mask, other=0.0)
+        mu = tl.load(p_mu + dim, mask=m_w, other=0.0)
+        partner = tl.load(p_mu + KV_HEADS * D + dim, mask=m_w, other=0.0)
+        x -= mu[None, :] * (f_cos * n_cos - f_sin * n_sin) + partner[None, :] * (f_sin * n_cos + f_cos * n_sin)
+    if HAS_SCALE:
+        x /= tl.load(p_scale + dim, mask=m_w, other=1.0)[None, :]
+    return x
+
+
+@triton.jit
+def fp16_down(x):
+    """Largest fp16 not above float32 ``x`` (within fp16 range)."""
+    h = x.to(tl.float16)
+    bits = h.to(tl.int16, bitcast=True).to(tl.int32)
+    below = tl.where(bits == 0, 0x8001, tl.where(bits < 0, bits + 1, bits - 1))  # one step towards minus infinity
+    down = below.to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.where(h.to(tl.float32) > x, down, h)
+
+
+@triton.jit
+def quantize_tensor(
+    p_x, p_hot, p_codes, p_scales, p_mu, p_scale, dim_pair, far, near, pos, row, m_t, m_hot, status,
+    BITS: tl.constexpr, SYM: tl.constexpr, ROTATE: tl.constexpr, CLIP: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, T: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr, CLAMP: tl.constexpr,
+):  # fmt: skip
+    """K or V of T tokens of one head; p_* are pointers [T], row int32 [T] the rows of the tokens in their pages."""
+    PLANES: tl.constexpr = 16 // BITS
+    o_w = tl.arange(0, W)
+    m_w = o_w < D // PLANES
+    if HAS_HOT:
+        for a in tl.static_range(PLANES):
+            dim = plane_dim(o_w, a, PLANES, BLOCK)
+            mask = m_hot[:, None] & m_w[None, :]
+            b_x = tl.load(p_x[:, None] + dim[None, :], mask=mask, other=0.0)
+            tl.store(p_hot[:, None] + dim[None, :], b_x.to(p_hot.dtype.element_ty), mask=mask)
+    x0 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 0, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE)  # fmt: skip
+    x1 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 1, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE)  # fmt: skip
+    if PLANES == 4:
+        x2 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 2, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE)  # fmt: skip
+        x3 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 3, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE)  # fmt: skip
+    else:
+        x2, x3 = x0, x1
+    if CLAMP:  # NaN to 0, infinities to the largest float
+        x0, x1, x2, x3 = tame(x0), tame(x1), tame(x2), tame(x3)
+    if ROTATE:
+        h = hadamard_words(W, BLOCK // PLANES) * NORM
+        x0 = tl.dot(x0, h, input_precision="tf32x3")
+        x1 = tl.dot(x1, h, input_precision="tf32x3")
+        if PLANES == 4:
+            x2 = tl.dot(x2, h, input_precision="tf32x3")
+            x3 = tl.dot(x3, h, input_precision="tf32x3")
+            x0, x1, x2, x3 = butterfly4(x0, x1, x2, x3)
+        else:
+            x0, x1 = butterfly2(x0, x1)
+    if PLANES == 2:
+        x2, x3 = x0, x1
+    hi = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+    lo = tl.minimum(tl.minimum(x0, x1), tl.minimum(x2, x3))
+    hi = tl.max(tl.where(m_w[None, :], hi, -float("inf")), 1)
+    lo = tl.min(tl.where(m_w[None, :], lo, float("inf")), 1)
+    over = tl.maximum(hi, -lo) > FP16_MAX
+    if tl.max(over.to(tl.int32), 0) > 0:
+        tl.atomic_add(status + CLAMPED, tl.sum((over & m_t).to(tl.int32), 0), sem="relaxed")
+        x0, x1, x2, x3 = clamp_fp16(x0), clamp_fp16(x1), clamp_fp16(x2), clamp_fp16(x3)
+        hi, lo = clamp_fp16(hi), clamp_fp16(lo)
+    TOP: tl.constexpr = (1 << BITS) - 1
+    if SYM:
+        BIAS: tl.constexpr = 1 << (BITS - 1)
+        scale = (tl.where(hi > -lo, hi, lo) * (-CLIP / BIAS)).to(tl.float16)
+        base = tl.zeros_like(lo)
+        tl.store(p_scales.to(tl.pointer_type(tl.float16)) + row, scale, mask=m_t)
+    else:
+        BIAS: tl.constexpr = 0
+        margin = (hi - lo) * ((1.0 - CLIP) / 2.0)
+        zero = fp16_down(lo + margin)
+        base = zero.to(tl.float32)
+        scale = ((hi - margin - base) * (1.0 / TOP)).to(tl.float16)
+        both = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)  # fmt: skip
+        tl.store(p_scales.to(tl.pointer_type(tl.int32)) + row, both, mask=m_t)
+    size = scale.to(tl.float32)
+    inv = tl.where(size == 0.0, 0.0, 1.0 / size)[:, None]
+    base = base[:, None]
+    c0 = encode_plane(x0, base, inv, BIAS, TOP)
+    c1 = encode_plane(x1, base, inv, BIAS, TOP)
+    if PLANES == 4:
+        word = c0 | (c1 << 4) | (encode_plane(x2, base, inv, BIAS, TOP) << 8) | (encode_plane(x3, base, inv, BIAS, TOP) << 12)  # fmt: skip
+    else:
+        word = c0 | (c1 << 8)
+    p_word = p_codes.to(tl.pointer_type(tl.int16))[:, None] + row[:, None] * (D // PLANES) + o_w[None, :]
+    tl.store(p_word, word.to(tl.int16), mask=m_t[:, None] & m_w[None, :])
+
+
+@triton.jit
+def tame(x):
+    x = tl.where(x == x, x, 0.0)
+    return tl.minimum(tl.maximum(x, -3.0e38), 3.0e38)
+
+
+@triton.jit
+def clamp_fp16(x):
+    return tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX)
+
+
+@triton.jit
+def encode_plane(x, base, inv, BIAS: tl.constexpr, TOP: tl.constexpr):
+    code = tl.floor((x - base) * inv + (BIAS + 0.5))
+    return tl.minimum(tl.maximum(code, 0.0), TOP).to(tl.int32)
+
+
+@triton.jit
+def row_finite(p_x, m_t, D: tl.constexpr, DP: tl.constexpr):
+    o_d = tl.arange(0, DP)
+    x = tl.load(p_x[:, None] + o_d[None, :], mask=m_t[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+    return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, 1) == 0
+
+
+@triton.jit
+def write_kernel(
+    key, value, slot_mapping, positions, pages, hot_pool, slot_of_page,
+    dim_scale, dim_pair, dim_mu, near, far, status,
+    stride_k_tok, stride_k_head, stride_v_tok, stride_v_head, stride_page, head_bytes, v_codes, k_scales, v_scales,
+    tokens, num_pages, max_position,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
+    K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, K_CLIP: tl.constexpr, V_CLIP: tl.constexpr,
+    WK: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr, CHECK: tl.constexpr, CLAMP: tl.constexpr,
+):  # fmt: skip
+    """Grid (kv heads, blocks of T tokens)."""
+    i_head = tl.program_id(0)
+    o_t = tl.program_id(1) * T + tl.arange(0, T)
+    inside = o_t < tokens
+    slot = tl.load(slot_mapping + o_t, mask=inside, other=-1).to(tl.int64)
+    o_t = o_t.to(tl.int64)
+    p_k = key + o_t * stride_k_tok + i_head * stride_k_head
+    p_v = value + o_t * stride_v_tok + i_head * stride_v_head
+    page = slot // N
+    row = (slot % N).to(tl.int32)
+    m_t = inside & (slot >= 0)
+    good = page < num_pages
+    bad = tl.sum((m_t & ~good).to(tl.int32), 0)
+    if bad > 0 and i_head == 0:
+        tl.atomic_add(status + BAD_SLOT, bad, sem="relaxed")
+    m_t = m_t & good
+    pos = tl.zeros([T], tl.int64)
+    if HAS_MU:
+        pos = tl.load(positions + o_t, mask=m_t, other=0).to(tl.int64)
+        good = (pos >= 0) & (pos <= max_position)
+        bad = tl.sum((m_t & ~good).to(tl.int32), 0)
+        if bad > 0 and i_head == 0:
+            tl.atomic_add(status + BAD_POSITION, bad, sem="relaxed")
+        m_t = m_t & good
+    if CHECK:
+        good = row_finite(p_k, m_t, D, DP) & row_finite(p_v, m_t, D, DP)
+        bad = tl.sum((m_t & ~good).to(tl.int32), 0)
+        if bad > 0:
+            tl.atomic_add(status + NOT_FINITE, bad, sem="relaxed")
+        if not CLAMP:
+            m_t = m_t & good
+    m_hot = m_t
+    p_hot = hot_pool + slot * 0
+    if HAS_HOT:
+        hot_slot = tl.load(slot_of_page + page, mask=m_t, other=-1).to(tl.int64)
+        m_hot = m_t & (hot_slot >= 0)
+        p_hot = hot_pool + ((hot_slot * 2 * KV_HEADS + i_head) * N + row) * D
+    p_page = pages + page * stride_page + i_head * head_bytes
+    quantize_tensor(
+        p_k, p_hot, p_page, p_page + k_scales, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair, far, near,
+        pos, row, m_t, m_hot, status,
+        K_BITS, K_SYM, K_ROTATE, K_CLIP, D, N, T, WK, BLOCK, NORM, KV_HEADS, HAS_MU, HAS_SCALE, HAS_HOT, CLAMP,
+    )  # fmt: skip
+    quantize_tensor(
+        p_v, p_hot + KV_HEADS * N * D, p_page + v_codes, p_page + v_scales, dim_mu, dim_scale, dim_pair, far, near,
+        pos, row, m_t, m_hot, status,
+        V_BITS, V_SYM, V_ROTATE, V_CLIP, D, N, T, WV, BLOCK, NORM, KV_HEADS, False, False, HAS_HOT, CLAMP,
+    )  # fmt: skip
+
+
+def write(
+    pages: torch.Tensor,
+    layout: PageLayout,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    status: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    transform: DeviceTransform | None = None,
+    hot: HotPool | None = None,
+    clamp: bool = False,
+    check: bool = True,
+) -> None:
+    """Launch the quantize-on-write of ``key`` and ``value`` [tokens, kv_heads, head_dim]; graph-safe.
+
+    Tokens with a bad slot, position or value are skipped and counted in ``status`` int32 [4] (ops.Status).
+    """
+    ks, vs, head_dim = layout.scheme.key, layout.scheme.value, layout.head_dim
+    block = hadamard_block(head_dim)
+    tokens = slot_mapping.shape[0]
+    if tokens == 0:
+        return
+    per_program = 16 if tokens <= 1024 else 32
+    has_mu = transform is not None and transform.pairs > 0
+    tables = (status,) * 5
+    if transform is not None:
+        tables = (transform.dim_scale, transform.dim_pair, transform.dim_mu, transform.near, transform.far)
+    write_kernel[(layout.kv_heads, triton.cdiv(tokens, per_program))](
+        key, value, slot_mapping, slot_mapping if positions is None else positions, pages,
+        key if hot is None else hot.pool, status if hot is None else hot.index, *tables, status,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0),
+        layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
+        tokens, pages.shape[0], 0 if transform is None else transform.max_position,
+        KV_HEADS=layout.kv_heads, D=head_dim, DP=next_pow2(head_dim), N=layout.page_size, T=per_program,
+        K_BITS=ks.bits, V_BITS=vs.bits, K_SYM=ks.symmetric, V_SYM=vs.symmetric, K_ROTATE=ks.rotate,
+        V_ROTATE=vs.rotate, K_CLIP=ks.clip, V_CLIP=vs.clip,
+        WK=max(16, next_pow2(head_dim // ks.planes)), WV=max(16, next_pow2(head_dim // vs.planes)),
+        BLOCK=block, NORM=block**-0.5, HAS_MU=has_mu, HAS_SCALE=transform is not None and transform.has_scale,
+        HAS_HOT=hot is not None, CHECK=check, CLAMP=clamp, num_warps=2 if USE_ASM else 1,
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""Splits a decode batch into equal work items on the device, so that a captured graph follows changing lengths.
+
+Run once a step, for all layers. An item is (sequence, part); a sequence of ``n`` cost units gets ``ceil(n / chunk)``
+parts of equal size, chunk being the smallest for which the batch has at most ``target`` items (a binary search every
+program repeats). A hot page costs HOT_COST quantized pages. Arrays, all int32, -1 marks an unused item:
+
+    items       [max_items, 2]   sequence, part
+    items_first [num_seqs]       first item of a sequence
+    seq_info    [num_seqs, 4]    first page in its list, quantized pages, hot pages, parts
+    page_list, page_index, hot_list, hot_index [num_seqs, max_pages]    only where pages are hot: physical page (or
+                                 hot slot) and index in the sequence; otherwise the block table is the list
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvq.kernels.device import next_pow2
+from kvq.plan import HOT_COST, DecodePlan
+from kvq.reference import HotPool
+
+
+@triton.jit
+def page_range(seq_len, q_len, window, N: tl.constexpr, WINDOW: tl.constexpr):
+    """Pages [lo, hi) that the last q_len tokens of a sequence can see."""
+    hi = tl.cdiv(seq_len, N)
+    lo = hi * 0
+    if WINDOW:
+        lo = tl.maximum(seq_len - q_len - window + 1, 0) // N
+    return lo, hi
+
+
+@triton.jit
+def compact_kernel(
+    block_tables, seq_lens, slot_of_page, page_list, page_index, hot_list, hot_index, counts,
+    stride_table, stride_list, q_len, window, N: tl.constexpr, WINDOW: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences): lists the quantized and the hot pages of a sequence, in order. counts int32 [num_seqs, 2]."""
+    i_seq = tl.program_id(0).to(tl.int64)
+    lo, hi = page_range(tl.load(seq_lens + i_seq), q_len, window, N, WINDOW)
+    cold, hot = 0, 0
+    for start in range(lo, hi, B):
+        o = start + tl.arange(0, B)
+        inside = o < hi
+        page = tl.load(block_tables + i_seq * stride_table + o, mask=inside, other=0)
+        slot = tl.load(slot_of_page + page, mask=inside, other=-1)
+        is_hot = (inside & (slot >= 0)).to(tl.int32)
+        is_cold = (inside & (slot < 0)).to(tl.int32)
+        o_cold = i_seq * stride_list + cold + tl.cumsum(is_cold, 0) - 1
+        o_hot = i_seq * stride_list + hot + tl.cumsum(is_hot, 0) - 1
+        tl.store(page_list + o_cold, page, mask=is_cold > 0)
+        tl.store(page_index + o_cold, o, mask=is_cold > 0)
+        tl.store(hot_list + o_hot, slot, mask=is_hot > 0)
+        tl.store(hot_index + o_hot, o, mask=is_hot > 0)
+        cold += tl.sum(is_cold, 0)
+        hot += tl.sum(is_hot, 0)
+    tl.store(counts + 2 * i_seq, cold)
+    tl.store(counts + 2 * i_seq + 1, hot)
+
+
+@triton.jit
+def schedule_kernel(
+    seq_lens, counts, items, items_first, seq_info, num_seqs, max_items, target, min_chunk, q_len, window,
+    N: tl.constexpr, WINDOW: tl.constexpr, HAS_HOT: tl.constexpr, COST: tl.constexpr, B: tl.constexpr,
+    I: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences); B is a power of two, at least num_seqs."""
+    i_seq = tl.program_id(0)
+    o_b = tl.arange(0, B)
+    inside = o_b < num_seqs
+    lo, hi = page_range(tl.load(seq_lens + o_b, mask=inside, other=0), q_len, window, N, WINDOW)
+    if HAS_HOT:
+        cold = tl.load(counts + 2 * o_b, mask=inside, other=0)
+        hot = tl.load(counts + 2 * o_b + 1, mask=inside, other=0)
+        lo = lo * 0
+    else:
+        cold = tl.where(inside, hi - lo, 0)
+        hot = cold * 0
+    cost = cold + COST * hot
+    small = tl.maximum(min_chunk, 1)
+    large = tl.maximum(tl.max(cost, 0), small)
+    while small < large:
+        middle = (small + large) // 2
+        fits = tl.sum((cost + middle - 1) // middle, 0) <= target
+        small = tl.where(fits, small, middle + 1)
+        large = tl.where(fits, middle, large)
+    parts = (cost + small - 1) // small
+    total = tl.sum(parts, 0)
+    own = o_b == i_seq
+    mine = tl.sum(tl.where(own, parts, 0), 0)
+    first = tl.sum(tl.where(o_b < i_seq, parts, 0), 0)
+    tl.store(items_first + i_seq, first)
+    tl.store(seq_info + 4 * i_seq, tl.sum(tl.where(own, lo, 0), 0))
+    tl.store(seq_info + 4 * i_seq + 1, tl.sum(tl.where(own, cold, 0), 0))
+    tl.store(seq_info + 4 * i_seq + 2, tl.sum(tl.where(own, hot, 0), 0))
+    tl.store(seq_info + 4 * i_seq + 3, mine)
+    for start in range(0, mine, I):
+        o = start + tl.arange(0, I)
+        tl.store(items + 2 * (first + o), i_seq, mask=o < mine)
+        tl.store(items + 2 * (first + o) + 1, o, mask=o < mine)
+    if i_seq == 0:
+        for start in range(total, max_items, I):
+            o = start + tl.arange(0, I)
+            tl.store(items + 2 * o, -1, mask=o < max_items)
+
+
+def schedule(plan: DecodePlan, block_tables: torch.Tensor, seq_lens: torch.Tensor, hot: HotPool | None) -> None:
+    """Launch the schedule of ``plan`` for this step; graph-safe."""
+    num_seqs, q_len, window = seq_lens.shape[0], plan.q_len, plan.sliding_window
+    page_size = plan.layout.page_size
+    if hot is not None:
+        compact_kernel[(num_seqs,)](
+            block_tables, seq_lens, hot.index, plan.page_list, plan.page_index, plan.hot_list, plan.hot_index,
+            plan.counts, block_tables.stride(0), plan.page_list.stride(0), q_len, window or 0,
+            N=page_size, WINDOW=window is not None, B=min(1024, max(32, next_pow2(plan.max_pages))), num_warps=4,
+        )  # fmt: skip
+    schedule_kernel[(num_seqs,)](
+        seq_lens, plan.counts, plan.items, plan.items_first, plan.seq_info, num_seqs, plan.max_items, plan.target,
+        plan.config.min_chunk, q_len, window or 0, N=page_size, WINDOW=window is not None, HAS_HOT=hot is not None,
+        COST=HOT_COST, B=next_pow2(num_seqs), I=128, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""DecodePlan: buffers and schedule of a decode batch. ``update`` once a step, ``run`` once a layer; both graph-safe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvq.page import PageLayout
+from kvq.reference import HotPool
+
+MAX_Q_LEN = 8
+HOT_COST = 4  # quantized pages that take as long as one page in fp16
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Launch configuration of the decode kernel. ``programs``: work items times kv heads aimed at, a multiprocessor."""
+
+    num_warps: int = 1
+    num_stages: int = 5
+    programs: float = 8.0
+    min_chunk: int = 2
+
+
+class DecodePlan:
+    """Everything decode needs besides tensors that change: allocated once, for at most the planned sizes.
+
+    Args:
+        layout: the page layout. heads: query heads. q_len: query tokens a sequence, 1 to 8.
+        max_seqs, max_seq_len: bounds of the batch; ``run`` works for any lengths up to them without re-planning.
+        sliding_window: of the layers this plan serves, or None. hot: whether pages may be hot.
+        dtype: of query and output. config: None picks the tuned one of the device.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        heads: int,
+        max_seqs: int,
+        max_seq_len: int,
+        *,
+        q_len: int = 1,
+        sliding_window: int | None = None,
+        hot: bool = False,
+        device: torch.device | str = "cuda",
+        config: DecodeConfig | None = None,
+    ) -> None:
+        if heads % layout.kv_heads:
+            raise ValueError(f"heads is {heads}; it must be a multiple of kv_heads ({layout.kv_heads})")
+        if not 1 <= q_len <= MAX_Q_LEN:
+            raise ValueError(f"q_len is {q_len}; allowed: 1 to {MAX_Q_LEN}")
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window is {sliding_window}; it must be positive, or None")
+        if max_seqs < 1 or max_seq_len < 1:
+            raise ValueError(f"max_seqs is {max_seqs} and max_seq_len {max_seq_len}; both must be positive")
+        self.layout, self.heads, self.q_len = layout, heads, q_len
+        self.max_seqs, self.max_seq_len, self.sliding_window, self.hot = max_seqs, max_seq_len, sliding_window, hot
+        self.config = config or DecodeConfig()
+        self.device = torch.device(device)
+        self.max_pages = -(-max_seq_len // layout.page_size)
+        processors = 1
+        if self.device.type == "cuda":
+            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.rows = q_len * heads // layout.kv_heads
+        self.row_block = 8 if self.rows <= 8 else 16
+        blocks = layout.kv_heads * -(-self.rows // self.row_block)
+        self.target = max(1, int(self.config.programs * processors / blocks))
+        self.max_items = max(self.target, max_seqs)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+        self.items = empty(self.max_items, 2)
+        self.items_first = empty(max_seqs)
+        self.seq_info = empty(max_seqs, 4)
+        lists = (max_seqs, self.max_pages) if hot else (1, 1)
+        self.page_list, self.page_index = empty(*lists), empty(*lists)
+        self.hot_list, self.hot_index = empty(*lists), empty(*lists)
+        self.counts = empty(max_seqs, 2)
+        self.part_out = empty(self.max_items, layout.kv_heads, self.rows, layout.head_dim, dtype=torch.float32)
+        self.part_lse = empty(self.max_items, layout.kv_heads, self.rows, dtype=torch.float32)
+
+    def update(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, hot: HotPool | None = None) -> None:
+        """Build this step's work items on the device, from int32 block_tables [num_seqs, ...] and seq_lens [num_seqs].
+
+        No host synchronisation and no allocation. Rows beyond the batch have seq_len 0. The caller keeps to the bounds
+        of the plan: num_seqs <= max_seqs, seq_lens <= max_seq_len.
+        """
+        from kvq.kernels.schedule import schedule
+
+        schedule(self, block_tables, seq_lens, hot)
