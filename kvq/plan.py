@@ -81,6 +81,18 @@ class DecodePlan:
         self.part_out = empty(self.max_items, layout.kv_heads, self.rows, layout.head_dim, dtype=torch.float32)
         self.part_lse = empty(self.max_items, layout.kv_heads, self.rows, dtype=torch.float32)
 
+    def check(
+        self, layout: PageLayout, heads: int, num_seqs: int, q_len: int, sliding_window: int | None, hot: bool
+    ) -> None:
+        """Raise ValueError unless a call with these arguments is what was planned."""
+        given = (layout, heads, q_len, sliding_window, hot)
+        planned = (self.layout, self.heads, self.q_len, self.sliding_window, self.hot)
+        for name, got, want in zip(("layout", "heads", "q_len", "sliding_window", "hot"), given, planned, strict=True):
+            if got != want:
+                raise ValueError(f"{name} is {got}; the plan was made for {want}")
+        if num_seqs > self.max_seqs:
+            raise ValueError(f"the batch has {num_seqs} sequences; the plan was made for at most {self.max_seqs}")
+
     def update(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, hot: HotPool | None = None) -> None:
         """Build this step's work items on the device, from int32 block_tables [num_seqs, ...] and seq_lens [num_seqs].
 

@@ -26,6 +26,7 @@ class DeviceTransform:
     ``pairs``: pairs a head whose offset decode adds back, padded to a power of two from 16; 0 for no offset.
     """
 
+    source: KeyTransform
     pairs: int
     has_scale: bool
     max_position: int
@@ -77,7 +78,11 @@ class DeviceTransform:
             dim_pair,
         )
         return DeviceTransform(
-            pairs, transform.pair_scale is not None, max_position, *(t.contiguous().to(device) for t in tables)
+            transform,
+            pairs,
+            transform.pair_scale is not None,
+            max_position,
+            *(t.contiguous().to(device) for t in tables),
         )
 
     def decode_tensors(self) -> tuple[torch.Tensor, ...]:

@@ -168,6 +168,7 @@ def write_kernel(
     K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, K_CLIP: tl.constexpr, V_CLIP: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr, CHECK: tl.constexpr, CLAMP: tl.constexpr,
+    HAS_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, blocks of T tokens)."""
     i_head = tl.program_id(0)
@@ -194,7 +195,9 @@ def write_kernel(
             tl.atomic_add(status + BAD_POSITION, bad, sem="relaxed")
         m_t = m_t & good
     if CHECK:
-        good = row_finite(p_k, m_t, D, DP) & row_finite(p_v, m_t, D, DP)
+        good = row_finite(p_k, m_t, D, DP)
+        if HAS_VALUE:
+            good = good & row_finite(p_v, m_t, D, DP)
         bad = tl.sum((m_t & ~good).to(tl.int32), 0)
         if bad > 0:
             tl.atomic_add(status + NOT_FINITE, bad, sem="relaxed")
@@ -212,18 +215,19 @@ def write_kernel(
         pos, row, m_t, m_hot, status,
         K_BITS, K_SYM, K_ROTATE, K_CLIP, D, N, T, WK, BLOCK, NORM, KV_HEADS, HAS_MU, HAS_SCALE, HAS_HOT, CLAMP,
     )  # fmt: skip
-    quantize_tensor(
-        p_v, p_hot + KV_HEADS * N * D, p_page + v_codes, p_page + v_scales, dim_mu, dim_scale, dim_pair, far, near,
-        pos, row, m_t, m_hot, status,
-        V_BITS, V_SYM, V_ROTATE, V_CLIP, D, N, T, WV, BLOCK, NORM, KV_HEADS, False, False, HAS_HOT, CLAMP,
-    )  # fmt: skip
+    if HAS_VALUE:
+        quantize_tensor(
+            p_v, p_hot + KV_HEADS * N * D, p_page + v_codes, p_page + v_scales, dim_mu, dim_scale, dim_pair, far, near,
+            pos, row, m_t, m_hot, status,
+            V_BITS, V_SYM, V_ROTATE, V_CLIP, D, N, T, WV, BLOCK, NORM, KV_HEADS, False, False, HAS_HOT, CLAMP,
+        )  # fmt: skip
 
 
 def write(
     pages: torch.Tensor,
     layout: PageLayout,
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     status: torch.Tensor,
     positions: torch.Tensor | None = None,
@@ -234,7 +238,7 @@ def write(
 ) -> None:
     """Launch the quantize-on-write of ``key`` and ``value`` [tokens, kv_heads, head_dim]; graph-safe.
 
-    Tokens with a bad slot, position or value are skipped and counted in ``status`` int32 [4] (ops.Status).
+    ``value`` None writes keys alone. Tokens with a bad slot, position or value are skipped and counted in ``status`` int32 [4] (ops.Status).
     """
     ks, vs, head_dim = layout.scheme.key, layout.scheme.value, layout.head_dim
     block = hadamard_block(head_dim)
@@ -247,9 +251,9 @@ def write(
     if transform is not None:
         tables = (transform.dim_scale, transform.dim_pair, transform.dim_mu, transform.near, transform.far)
     write_kernel[(layout.kv_heads, triton.cdiv(tokens, per_program))](
-        key, value, slot_mapping, slot_mapping if positions is None else positions, pages,
+        key, key if value is None else value, slot_mapping, slot_mapping if positions is None else positions, pages,
         key if hot is None else hot.pool, status if hot is None else hot.index, *tables, status,
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0),
+        key.stride(0), key.stride(1), *(key if value is None else value).stride()[:2], pages.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         tokens, pages.shape[0], 0 if transform is None else transform.max_position,
         KV_HEADS=layout.kv_heads, D=head_dim, DP=next_pow2(head_dim), N=layout.page_size, T=per_program,
@@ -257,5 +261,5 @@ def write(
         V_ROTATE=vs.rotate, K_CLIP=ks.clip, V_CLIP=vs.clip,
         WK=max(16, next_pow2(head_dim // ks.planes)), WV=max(16, next_pow2(head_dim // vs.planes)),
         BLOCK=block, NORM=block**-0.5, HAS_MU=has_mu, HAS_SCALE=transform is not None and transform.has_scale,
-        HAS_HOT=hot is not None, CHECK=check, CLAMP=clamp, num_warps=2 if USE_ASM else 1,
+        HAS_HOT=hot is not None, CHECK=check, CLAMP=clamp, HAS_VALUE=value is not None, num_warps=2 if USE_ASM else 1,
     )  # fmt: skip
