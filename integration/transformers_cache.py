@@ -18,10 +18,9 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvq.page import PageLayout
-from kvq.reference import HotPool, gather, write
-from kvq.scheme import QuantScheme
-from kvq.transform import KeyTransform
+from kvq import KeyTransform, PageLayout, QuantScheme, TurnBook, ops
+from kvq.kernels.device import DeviceTransform
+from kvq.reference import HotPool
 
 NEW = -1  # source of a page or slot that holds nothing yet
 
@@ -34,6 +33,7 @@ class Sequences:
     """
 
     def __init__(self, page_size: int, recent_turns: int | Literal["all"]) -> None:
+        TurnBook(page_size, recent_turns)  # refuses what it has no rule for
         self.page_size, self.recent_turns = page_size, recent_turns
         self.width = 0  # tokens of a row of the batch, padding included
         self.turn_starts: list[int] = []  # first token of each turn, in tokens of a row
@@ -45,20 +45,17 @@ class Sequences:
     def length(self, row: int) -> int:
         return self.width - self.padding[row]
 
-    def is_recent(self, row: int, page: int) -> bool:
-        """Whether a page holds a token of the most recent turns."""
-        if self.recent_turns == "all" or len(self.turn_starts) < self.recent_turns:
-            return True
-        if self.recent_turns == 0:
-            return False
-        start = self.turn_starts[-self.recent_turns] - self.padding[row]
-        return (page + 1) * self.page_size > start
+    def wanted(self, row: int) -> set[int]:
+        """Pages of a sequence that should be native, by their number in it."""
+        book = TurnBook(self.page_size, self.recent_turns)
+        for start in self.turn_starts:
+            book.start_turn(row, max(0, start - self.padding[row]))
+        return set(book.hot_pages(row, self.length(row)))
 
     def arrange(self, tables: list[list[int]]) -> tuple[list[int], list[int]]:
         """Give the pages of ``tables`` (old ids, or NEW) new dense ids; return the source of each page and native slot.
 
-        A page is native when it is the first of its sequence or recent, and new or native before: what has lost its
-        original values does not get them back.
+        A page is native when it is wanted and is new or was native before: lost originals do not come back.
         """
         index = self.index.tolist()
         pages: list[int] = []
@@ -66,10 +63,11 @@ class Sequences:
         new_index: list[int] = []
         self.tables = []
         for row, table in enumerate(tables):
+            wanted = self.wanted(row)
             self.tables.append(list(range(len(pages), len(pages) + len(table))))
             for number, source in enumerate(table):
                 slot = NEW if source == NEW else index[source]
-                native = (number == 0 or self.is_recent(row, number)) and (source == NEW or slot >= 0)
+                native = number in wanted and (source == NEW or slot >= 0)
                 new_index.append(len(slots) if native else -1)
                 if native:
                     slots.append(slot)
@@ -86,12 +84,15 @@ class Sequences:
             tables.append((table + [NEW] * (pages - len(table)))[:pages])
         return self.arrange(tables)
 
-    def slots(self, row: int, tokens: int) -> torch.Tensor:
-        """Slots of the last ``tokens`` tokens of a row, -1 for padding: int64 [tokens]."""
-        at = torch.arange(self.width - tokens, self.width) - self.padding[row]
-        table = torch.tensor([*self.tables[row], 0])
-        page = table[(at.clamp(min=0) // self.page_size)]
-        return torch.where(at >= 0, page * self.page_size + at % self.page_size, -1)
+    def slots(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slot, -1 for padding, and position of the last ``tokens`` tokens of all rows: int64 [rows * tokens] each."""
+        slots, positions = [], []
+        for table, padding, offset in zip(self.tables, self.padding, self.offsets, strict=True):
+            at = torch.arange(self.width - tokens, self.width) - padding
+            page = torch.tensor(table)[at.clamp(min=0) // self.page_size]
+            slots.append(torch.where(at >= 0, page * self.page_size + at % self.page_size, -1))
+            positions.append(at + offset)
+        return torch.cat(slots), torch.cat(positions)
 
 
 def taken(tensor: torch.Tensor, sources: Sequence[int]) -> torch.Tensor:
@@ -117,10 +118,11 @@ class KVQLayer(CacheLayerMixin):
         scheme: QuantScheme,
         transform: KeyTransform,
         native_dtype: torch.dtype | None,
+        max_position: int,
     ) -> None:
         super().__init__()
         self.sequences = sequences
-        self.transform = transform
+        self.source, self.max_position = transform, max_position
         self.native_dtype = native_dtype
         self.layout = PageLayout(
             transform.scheme_for(scheme), sequences.page_size, transform.kv_heads, transform.head_dim
@@ -135,6 +137,7 @@ class KVQLayer(CacheLayerMixin):
                 shape = tuple(states.shape)
                 raise ValueError(f"{name} states have shape {shape}; heads and head_dim must be {expected}")
         index, device = self.sequences.index, key_states.device
+        self.transform = DeviceTransform.build(self.source, self.layout.page_size, self.max_position, device)
         self.pages = torch.zeros(len(index), self.layout.page_bytes, dtype=torch.uint8, device=device)
         native = (int((index >= 0).sum()), 2, heads, self.layout.page_size, head_dim)
         self.pool = torch.zeros(native, dtype=self.native_dtype or key_states.dtype, device=device)
@@ -155,22 +158,27 @@ class KVQLayer(CacheLayerMixin):
         self.width += tokens
         if self.width != book.width:
             raise ValueError(f"a layer was given {self.width} tokens and the first layer {book.width}")
-        hot = HotPool(self.pool, book.index.to(self.pool.device))
         device = key_states.device
-        for row in range(batch):
-            slots = book.slots(row, tokens).to(device)
-            at = torch.arange(book.length(row) - tokens, book.length(row), device=device) + book.offsets[row]
-            key, value = key_states[row].transpose(0, 1), value_states[row].transpose(0, 1)
-            write(self.pages, self.layout, key, value, slots, at, self.transform, hot)
+        hot = HotPool(self.pool, book.index.to(device))
+        slots, positions = (x.to(device) for x in book.slots(tokens))
+        key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
+        ops.write_pages(self.pages, self.layout, key, value, slots, positions, self.transform, hot)
         keys = key_states.new_zeros(batch, heads, book.width, head_dim)
         values = torch.zeros_like(keys)
         for row, table in enumerate(book.tables):
-            pages = torch.tensor(table, device=device)
-            key, value = gather(
-                self.pages, self.layout, pages, book.length(row), self.transform, hot, book.offsets[row], keys.dtype
+            padding = book.padding[row]
+            key, value = ops.gather_pages(
+                self.pages,
+                self.layout,
+                torch.tensor(table, device=device),
+                book.length(row),
+                self.transform,
+                hot,
+                position_offset=book.offsets[row],
+                dtype=key_states.dtype,
             )
-            keys[row, :, book.padding[row] :] = key.transpose(0, 1)
-            values[row, :, book.padding[row] :] = value.transpose(0, 1)
+            keys[row, :, padding:] = key.transpose(0, 1)
+            values[row, :, padding:] = value.transpose(0, 1)
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -204,12 +212,13 @@ class KVQCache(Cache):
         *,
         page_size: int = 64,
         native_dtype: torch.dtype | None = None,
+        max_position: int = 131072,
     ) -> None:
-        if recent_turns != "all" and (not isinstance(recent_turns, int) or recent_turns < 0):
-            raise ValueError(f"recent_turns is {recent_turns!r}; allowed: 0, 1, 2, ... or 'all'")
         self.scheme = QuantScheme.parse(scheme)
         self.sequences = Sequences(page_size, recent_turns)
-        super().__init__(layers=[KVQLayer(self.sequences, self.scheme, t, native_dtype) for t in transforms])
+        super().__init__(
+            layers=[KVQLayer(self.sequences, self.scheme, t, native_dtype, max_position) for t in transforms]
+        )
         self._positions: torch.Tensor | None = None  # of the tokens of the next update, where the model is told them
         self._last_step = 0
 
@@ -250,7 +259,14 @@ class KVQCache(Cache):
         if model not in _watched:
             model.register_forward_pre_hook(_note_positions, with_kwargs=True)
             _watched.add(model)
-        return cls(transforms, scheme, recent_turns, page_size=page_size, native_dtype=native_dtype)
+        return cls(
+            transforms,
+            scheme,
+            recent_turns,
+            page_size=page_size,
+            native_dtype=native_dtype,
+            max_position=config.max_position_embeddings,
+        )
 
     def start_turn(self) -> None:
         """The next token starts a turn. Calling it twice in a row starts one turn."""
