@@ -65,6 +65,7 @@ class Guardrail:
     ) -> None:  # fmt: skip
         self.off = False
         self.bias = 1.0
+        self.lost: dict[str, float] = {}
         self.retained_s = self.lru_s = self.queued_s = 0.0
         self.retry_s = retry_s
         self._margin, self._patience, self._min_turns, self._window_s = margin, patience, min_turns, window_s
@@ -86,9 +87,7 @@ class Guardrail:
         self.queued_s += seconds
 
     def check(self, now: float) -> bool:
-        """Close the window if it is full. True when `off` changed; the sums of the window that did it stay readable
-        until the next turn is counted.
-        """
+        """Close the window if it is full. True when `off` changed; `lost` has the sums of the window that did it."""
         if self._window_start is None:
             self._window_start = now
         if self.off:
@@ -110,6 +109,8 @@ class Guardrail:
             self._start(now)
             return False
         self.off, self._bad = True, 0
+        self.lost = {"retained_saved_s": self.retained_s, "lru_saved_s": self.lru_s, "queued_s": self.queued_s}
+        self._start(now)
         self.back_at = now + self.retry_s
         self.retry_s = min(self._max_retry_s, 2 * self.retry_s)
         return True

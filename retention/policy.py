@@ -480,10 +480,7 @@ class Policy:
             self._emit("guardrail_on", None, lru_bias=guard.bias)
             return ()
         self.metrics.inc("kvq_guardrail_trips_total")
-        self._emit(
-            "guardrail_off", None, retained_saved_s=guard.retained_s, lru_saved_s=guard.lru_s, queued_s=guard.queued_s,
-            retry_s=guard.back_at - now,
-        )  # fmt: skip
+        self._emit("guardrail_off", None, **guard.lost, retry_s=guard.back_at - now)
         log.warning("retention loses to LRU and is off for %.0f s", guard.back_at - now)
         return self._end_all("guardrail", now)
 

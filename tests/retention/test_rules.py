@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from retention.cost import PrefillCost
+from retention.pins import Lease
+from retention.programs import Program, ProgramKey
+from retention.rules import RULES, Continuum, Fixed, Rule, TRTLLM, Value
+from retention.toolcalls import ToolCall
+from retention.ttl import Survival
+
+BASH, READ = ToolCall("bash"), ToolCall("read")
+
+
+def lease(name="p", tokens=1600, blocks=100, calls=(BASH,), at=0.0, **kw):
+    return Lease(ProgramKey(name), tokens=tokens, blocks=blocks, calls=calls, finished_at=at, **kw)
+
+
+def linear(seconds_per_token):
+    return PrefillCost(prior=(0.0, seconds_per_token, 0.0))
+
+
+def test_lru_retains_nothing_and_serves_in_order_of_arrival():
+    rule = RULES["lru"]()
+    assert rule.ttl(lease(), 0.0) == 0.0
+    assert rule.order(None, False, 1.0) < rule.order(Program(ProgramKey("a"), 0.0), True, 2.0)
+
+
+def test_fixed_keeps_every_turn_as_long():
+    rule = Fixed(ttl_s=3.0)
+    assert rule.ttl(lease(calls=()), 0.0) == rule.ttl(lease(calls=None), 0.0) == 3.0
+
+
+def test_ema_learns_from_returns_only():
+    rule = RULES["ema"](ttl_s=2.0, alpha=1.0, safety=1.5, off=["read"])
+    assert rule.ttl(lease(), 0.0) == 2.0
+    rule.predictor.observe([BASH], 4.0)
+    assert rule.ttl(lease(), 0.0) == 6.0
+    assert rule.ttl(lease(calls=(READ,)), 0.0) == 0.0
+
+
+def test_continuum_cold_start_by_hand():
+    # Exp(1 s): argmax of (1 - e^-t) B - t is ln B; B is the prefill alone, 5 s.
+    rule = Continuum()
+    rule.cost = linear(5.0 / 1600)
+    assert rule.ttl(lease(), 0.0) == pytest.approx(math.log(5.0))
+    rule.cost = linear(0.9 / 1600)
+    assert rule.ttl(lease(), 0.0) == 0.0
+
+
+def test_continuum_maximises_its_published_gain():
+    rule = Continuum(samples=4)
+    rule.cost = linear(10.0 / 1600)
+    for seconds in (1.0, 2.0, 3.0, 4.0, 20.0):
+        rule.returned([BASH], seconds)
+    # F * 10 - tau: 0.2*10-1 = 1, 4-2 = 2, 6-3 = 3, 8-4 = 4, 10-20 = -10.
+    assert rule.ttl(lease(), 0.0) == 4.0
+    assert rule.ttl(lease(calls=(READ,)), 0.0) == 4.0  # unknown tool: all tools
+    assert rule.ttl(lease(calls=()), 0.0) == 0.0
+    # T = 15 and eta = 1: benefit 25, 0.2*25 = 5-1, ..., 25-20 = 5 < 20-4 = 16
+    rule.queued(10.0, retained=False)
+    rule.queued(20.0, retained=False)
+    rule.queued(99.0, retained=True)
+    assert rule.ttl(lease(), 0.0) == 4.0
+    rule.queued(300.0, retained=False)  # T = 110, benefit 120: 120-20 = 100 > 96-4 = 92
+    assert rule.ttl(lease(), 0.0) == 20.0
+
+
+def test_continuum_eta_is_the_negative_correlation_of_turns_done_and_left():
+    rule = Continuum()
+    assert rule.eta == 1.0
+    rule.ended(3)  # (1, 2), (2, 1), (3, 0): perfectly anti-correlated
+    assert rule.eta == pytest.approx(1.0)
+    rule.ended(1)  # (1, 0)
+    xs, ys = [1, 2, 3, 1], [2, 1, 0, 0]
+    mx, my = sum(xs) / 4, sum(ys) / 4
+    cov = sum((x - mx) * (y - my) for x, y in zip(xs, ys))
+    corr = cov / math.sqrt(sum((x - mx) ** 2 for x in xs) * sum((y - my) ** 2 for y in ys))
+    assert rule.eta == pytest.approx(-corr)
+
+
+def test_continuum_gives_up_the_latest_program_and_serves_the_earliest_retained_one():
+    rule = Continuum()
+    old, new = lease(first_arrival=1.0), lease(first_arrival=2.0)
+    assert rule.rank(new, 5.0) < rule.rank(old, 5.0)
+    first, second = Program(ProgramKey("a"), 1.0), Program(ProgramKey("b"), 2.0)
+    queue = [rule.order(p, r, 9.0) for p, r in ((second, False), (first, False), (second, True), (None, False))]
+    assert sorted(queue) == [queue[2], queue[1], queue[0], queue[3]]
+
+
+def test_continuum_memory_is_bounded():
+    rule = Continuum(window=50)
+    for i in range(1000):
+        rule.returned([ToolCall(f"t{i}")], float(i))
+        rule.returned([BASH], float(i))
+        rule.queued(1.0, retained=False)
+    assert len(rule._tools) <= 50 and len(rule._all.ordered) == 50 and len(rule._waits) == 50
+    assert rule._all.ordered == sorted(rule._all.ordered) and rule._all.ordered[-1] == 999.0
+
+
+def test_trtllm_drains_the_lowest_level_and_lru_inside_it():
+    rule = TRTLLM(priority=70, duration_s=5.0)
+    assert rule.ttl(lease(), 0.0) == 5.0
+    assert rule.ttl(lease(calls=()), 0.0) == 0.0  # everyone's level
+    assert rule.ttl(lease(calls=(), priority=36 / 35), 0.0) == 5.0
+    low, high, early = lease(priority=40 / 35), lease(priority=90 / 35), lease(priority=90 / 35)
+    low.created, high.created, early.created = 1.0, 9.0, 3.0
+    assert sorted([high, low, early], key=lambda x: rule.rank(x, 10.0)) == [low, early, high]
+
+
+def value_rule(waits, seconds_per_token=1e-3):
+    rule = Value(slack=1.0)
+    rule.cost = linear(seconds_per_token)
+    rule.predictor.curve = lambda calls: Survival.fit([(w, True) for w in waits])
+    return rule
+
+
+def test_value_ttl_by_hand():
+    rule = value_rule([1.0, 2.0, 10.0])
+    item = lease(tokens=2000, blocks=100)  # saves 2 s
+    assert rule.ttl(item, 0.0) == 10.0  # memory is free
+    # Four wait: 5 * 2 = 10 s saved. Price 0.01 * 100 blocks = 1 a second.
+    # P: 1/4, 1/2, 3/4; held: 1, 1.75, 5.75. gains 1.5, 3.25, 1.75.
+    rule.price.per_block, rule.price.weight = 0.01, 5.0
+    assert rule.ttl(item, 0.0) == 2.0
+    rule.price.per_block = 0.03  # 2.5 - 3, 5 - 5.25, 7.5 - 17.25
+    assert rule.ttl(item, 0.0) == 0.0
+    assert rule.ttl(lease(tokens=2000, blocks=100, priority=2.0), 0.0) == 2.0  # 5 - 3, 10 - 5.25, 15 - 17.25
+
+
+def test_value_decides_again_while_the_tool_runs():
+    rule = value_rule([1.0, 2.0, 10.0])
+    rule.price.per_block, rule.price.weight = 0.01, 5.0
+    item = lease(tokens=2000, blocks=100)
+    assert rule.ttl(item, 0.0) == 2.0
+    assert rule.ttl(item, 2.5) == 0.0  # half of the rest returns in 7.5 s: 5 - 7.5
+    assert rule.ttl(item, 6.0) == 4.0  # and now in 4: 5 - 4
+    assert rule.ttl(item, 11.0) == 0.0
+
+
+def test_value_density_by_hand():
+    rule = value_rule([1.0, 2.0, 10.0])
+    item = lease(tokens=2000, blocks=100)
+    item.deadline = 2.0
+    # P = 1/2, saved 2 s, held 1.75 s on average, 100 blocks
+    assert rule.rank(item, 0.0) == pytest.approx((0.5 * 2.0 / (100 * 1.75),))
+    assert rule.rank(item, 2.0) == (0.0,)
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        (dict(tokens=2000), dict(tokens=1000)),
+        (dict(blocks=50), dict(blocks=100)),
+        (dict(priority=2.0), dict(priority=1.0)),
+        (dict(shared=0, tokens=1600), dict(shared=50, tokens=800)),
+    ],
+)
+def test_value_density_grows_with_what_is_saved_and_falls_with_what_is_held(better, worse):
+    rule = value_rule([1.0, 2.0])
+    a, b = lease(**better), lease(**worse)
+    a.deadline = b.deadline = 2.0
+    assert rule.rank(a, 0.0) > rule.rank(b, 0.0)
+
+
+def test_value_prefers_the_tool_that_returns_soon():
+    rule = Value()
+    for _ in range(10):
+        rule.predictor.observe([READ], 0.1)
+        rule.predictor.observe([BASH], 60.0)
+    soon, late = lease(calls=(READ,)), lease(calls=(BASH,))
+    for item in (soon, late):
+        item.deadline = rule.ttl(item, 0.0)
+    assert rule.rank(soon, 0.0) > rule.rank(late, 0.0)
+
+
+def test_value_ttl_is_bounded_over_the_whole_wait():
+    rule = value_rule([50.0, 5000.0])
+    rule._max_ttl_s = 100.0
+    assert rule.ttl(lease(), 0.0) == 50.0
+    assert rule.ttl(lease(), 99.0) == 0.0
+
+
+def test_a_boost_lets_nobody_be_passed_for_longer_than_it():
+    rule = Value(boost_s=5.0)
+    program = Program(ProgramKey("a"), 0.0)
+    other = rule.order(None, False, 100.0)
+    assert rule.order(program, True, 104.0) < other < rule.order(program, True, 106.0)
+    assert rule.order(program, False, 104.0) > other
+
+
+def test_the_base_rule_has_all_hooks():
+    rule = Rule()
+    rule.returned(None, 1.0)
+    rule.queued(1.0, False)
+    rule.ended(3)
+    assert rule.ttl(lease(), 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("value", {"max_ttl_s": -1.0}), ("value", {"slack": 0.5}), ("value", {"boost_s": math.inf}), ("trtllm", {"priority": 101}),
+     ("continuum", {"samples": 0}), ("fixed", {"ttl_s": -1.0}), ("ema", {"alpha": 2.0})],
+)  # fmt: skip
+def test_bad_settings_are_refused(name, bad):
+    with pytest.raises(ValueError, match="must be"):
+        RULES[name](**bad)
