@@ -64,15 +64,13 @@ def integer_zero(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def lloyd_max(levels: int = 16) -> torch.Tensor:
-    """Levels of the least-squares quantizer of a normal variable (Lloyd 1982), by its fixed point."""
-    grid = torch.linspace(-6, 6, 12001, dtype=torch.float64)
-    density = torch.exp(-grid.square() / 2)
-    # Start from the density that is best for many levels, the cube root of the variable's: a normal one of variance 3.
-    points = torch.distributions.Normal(0.0, 3**0.5).icdf((torch.arange(levels, dtype=torch.float64) + 0.5) / levels)
-    for _ in range(2000):
-        cell = torch.bucketize(grid, (points[1:] + points[:-1]) / 2)
-        mass = torch.zeros_like(points).index_add_(0, cell, density)
-        points = torch.zeros_like(points).index_add_(0, cell, density * grid) / mass
+    """Levels of the least-squares quantizer of a normal variable (Lloyd 1982): each the mean of its own cell."""
+    normal = torch.distributions.Normal(*torch.tensor([0.0, 1.0], dtype=torch.float64))
+    points = torch.linspace(-2.5, 2.5, levels, dtype=torch.float64)
+    end = torch.tensor([math.inf], dtype=torch.float64)
+    for _ in range(1000):
+        edges = torch.cat([-end, (points[1:] + points[:-1]) / 2, end])
+        points = -normal.log_prob(edges).exp().diff() / normal.cdf(edges).diff()
     return points.float()
 
 

@@ -109,8 +109,8 @@ def kl(model: Any, wanted: list[Row], offset: int = 0) -> list[float]:
 def test_nothing_changes_where_everything_is_native() -> None:
     model = tiny_model(bias=0.0)
     everything, nothing = kl(model, [Row("int4-plain", "400", 0), Row("int4-plain", "0", 0)])
-    assert everything < 1e-9 < 1e-4 < nothing
-    assert kl(model, [Row("int4-plain", "0", 400)])[0] < 1e-9
+    assert everything < 1e-7 < 1e-4 < nothing
+    assert kl(model, [Row("int4-plain", "0", 400)])[0] < 1e-7
 
 
 def test_unquantized_harness_predicts_what_the_model_predicts() -> None:

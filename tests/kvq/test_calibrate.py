@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvq import calibrate as module
 from kvq import reference
 from kvq.calibrate import (
+    SCALE_RANGE,
     SINKS,
+    Calibration,
     attention_layers,
     calibrate,
     load_calibration,
@@ -236,7 +237,7 @@ def test_scales_of_dead_pairs_stay_finite_and_bounded() -> None:
         attention.k_proj.weight[32:48] = 0
     scale = calibrate(model, [tokens()]).transforms[0].pair_scale
     assert scale is not None
-    assert (scale <= module.SCALE_RANGE * (1 + 1e-5)).all() and (scale >= 1 / module.SCALE_RANGE / (1 + 1e-5)).all()
+    assert (scale <= SCALE_RANGE * (1 + 1e-5)).all() and (scale >= 1 / SCALE_RANGE / (1 + 1e-5)).all()
 
 
 def test_texts_are_checked_and_hooks_removed_whatever_happens() -> None:
@@ -262,14 +263,14 @@ def test_strings_go_through_the_tokenizer_and_progress_counts_tokens() -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, module.Calibration]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Calibration]:
     calibration = calibrate(tiny("Qwen2", **rope()), [tokens()])
     path = tmp_path_factory.mktemp("calibration") / "qwen.safetensors"
     save_calibration(calibration, path)
     return path, calibration
 
 
-def test_file_gives_back_the_same_transforms_and_report(saved: tuple[Path, module.Calibration]) -> None:
+def test_file_gives_back_the_same_transforms_and_report(saved: tuple[Path, Calibration]) -> None:
     path, calibration = saved
     loaded = load_calibration(path, tiny("Qwen2", **rope()))
     assert [t.digest for t in loaded.transforms] == [t.digest for t in calibration.transforms]
@@ -281,7 +282,7 @@ def test_file_gives_back_the_same_transforms_and_report(saved: tuple[Path, modul
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_file_of_another_model_is_refused(saved: tuple[Path, module.Calibration]) -> None:
+def test_file_of_another_model_is_refused(saved: tuple[Path, Calibration]) -> None:
     for other in (tiny("Qwen2", seed=1, **rope()), tiny("Qwen2", **rope(5e5))):
         with pytest.raises(ValueError, match="was made from model"):
             load_calibration(saved[0], other)
@@ -302,7 +303,7 @@ def test_model_is_the_same_in_every_float_type() -> None:
     ],
 )
 def test_other_files_and_versions_are_refused(
-    saved: tuple[Path, module.Calibration], tmp_path: Path, metadata: dict[str, str], message: str
+    saved: tuple[Path, Calibration], tmp_path: Path, metadata: dict[str, str], message: str
 ) -> None:
     from safetensors import safe_open
 
@@ -313,7 +314,7 @@ def test_other_files_and_versions_are_refused(
         load_calibration(tmp_path / "other.safetensors")
 
 
-def test_altered_tensors_are_refused(saved: tuple[Path, module.Calibration], tmp_path: Path) -> None:
+def test_altered_tensors_are_refused(saved: tuple[Path, Calibration], tmp_path: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(saved[0], "pt") as file:
