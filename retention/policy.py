@@ -184,7 +184,7 @@ class Policy:
         program.finished_at = now
         program.record = None
         program.calls = _known_calls(turn.tool_calls, hints)
-        program.predicted_s = self.rule.predictor.curve(program.calls).quantile(0.5)
+        program.predicted_s = self.rule.predictor.curve(program.calls).median()
         return self._retain(program, turn, hints, now)
 
     def blocks_needed(self, demand: Demand) -> tuple[Victim, ...]:
@@ -253,7 +253,7 @@ class Policy:
             return ()
         now = self._now()
         known.calls = _known_calls(calls, hints)
-        known.predicted_s = self.rule.predictor.curve(known.calls).quantile(0.5)
+        known.predicted_s = self.rule.predictor.curve(known.calls).median()
         lease = self.pins.get(known.lease_id)
         if lease is None:
             return ()
@@ -323,7 +323,7 @@ class Policy:
         self.rule.predictor.observe(program.calls, waited, program.record)
         self.rule.returned(program.calls, waited)
         program.finished_at = program.record = None
-        if program.predicted_s < math.inf:
+        if program.predicted_s is not None:
             self.metrics.inc("kvq_ttl_error_seconds_sum", abs(waited - program.predicted_s))
             self.metrics.inc("kvq_ttl_error_seconds_count")
 

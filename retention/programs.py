@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ class Program:
     """What is known of one program. Times are the policy's clock, in seconds.
 
     live: its requests that have arrived and not ended. finished_at: when its last turn ended, None before that and
-    after its return. calls: what that turn called. predicted_s: the median wait for it (infinite: none). record: the
+    after its return. calls: what that turn called. predicted_s: the median wait for it, None if most never return. record: the
     censored wait, if the predictor was told of one.
     """
 
@@ -45,7 +44,7 @@ class Program:
         self.finished_at: float | None = None
         self.calls: Calls = None
         self.record: Record | None = None
-        self.predicted_s = math.inf
+        self.predicted_s: float | None = None
         self.lease_id: int | None = None
         self.prompt_tokens = 0
         self._limit: int | None = None  # tokens worth keeping; -1: the prompt without the output

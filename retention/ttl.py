@@ -81,10 +81,10 @@ class Survival:
             return 0.0, max(0.0, t)
         return self.cdf[i], self.held[i] + (1.0 - self.cdf[i]) * (t - self.times[i])
 
-    def quantile(self, p: float) -> float:
-        """The shortest time by which a share `p` has returned; infinite if so many never do."""
-        i = bisect_left(self.cdf, p)
-        return self.times[i] if i < len(self.times) else math.inf
+    def median(self) -> float | None:
+        """The shortest time by which half have returned; None if so many never do."""
+        i = bisect_left(self.cdf, 0.5)
+        return self.times[i] if i < len(self.times) else None
 
     def within(self, ttl: float, elapsed: float = 0.0) -> tuple[float, float]:
         """(probability to return, expected seconds held) during the next `ttl` seconds, if it has not for `elapsed`."""

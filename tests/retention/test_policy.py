@@ -511,7 +511,9 @@ def test_every_event_is_written_with_its_fields(engine, tmp_path):
     e.turn("c", chain("c", 10), calls=[BASH])
     e.apply(e.policy.release(ProgramKey("c")))
     log.close()
-    events = [json.loads(line) for line in log.path.read_text().splitlines()]
+    text = log.path.read_text()
+    assert "Infinity" not in text and "NaN" not in text  # not JSON
+    events = [json.loads(line) for line in text.splitlines()]
     assert {"pin", "reuse", "miss", "expire", "evict", "release"} <= {x["event"] for x in events}
     reuse = next(x for x in events if x["event"] == "reuse")
     assert (reuse["program"], reuse["tool"], reuse["blocks"], reuse["cached_tokens"]) == ("a", "bash", 20, 320)
