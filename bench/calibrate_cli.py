@@ -42,7 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         "--text", type=Path, action="append", metavar="FILE", help="text files to calibrate on (repeatable)"
     )
     parser.add_argument("--data", type=Path, help="folder with wikitext2 and agent-traces; default: the shipped text")
-    parser.add_argument("--pairs", type=int, help="rotary pairs of a head that carry the offset; default: half of them")
+    parser.add_argument(
+        "--pairs", type=int, help="rotary pairs of a head that carry the offset; default: as few as needed"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if args.pairs is not None and args.pairs < 0:

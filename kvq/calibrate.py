@@ -29,6 +29,7 @@ FILE_VERSION = 1
 SINKS = 4  # first tokens: their keys are unlike all others and stay native, so they do not count
 MIN_TOKENS = 256
 SCALE_RANGE = 64.0  # pair scales lie within 1/64..64 of their geometric mean, so that scaled queries stay in fp16 range
+MORE_NOISE = 1.2  # allowed by leaving pairs without an offset, relative to an offset on all of them
 NOISY = 1.0  # nats; see LayerReport.plain_noise
 
 
@@ -138,10 +139,11 @@ class Rotary:
     def transform(
         self, layer: AttentionInfo, mu: torch.Tensor | None, pair_scale: torch.Tensor | None = None
     ) -> KeyTransform:
+        """The layer's KeyTransform; ``mu`` has been multiplied by ``gain``."""
         return KeyTransform(
             layer.kv_heads,
             layer.head_dim,
-            mu=None if mu is None else mu * self.gain,
+            mu=mu,
             pair_scale=pair_scale,
             inv_freq=self.inv_freq,
             rotary_dim=2 * self.inv_freq.numel(),
@@ -210,7 +212,8 @@ def transforms_from_model(model: Any) -> list[KeyTransform]:
         if layer.bias is None or not layer.bias.any():
             transforms.append(KeyTransform(layer.kv_heads, layer.head_dim))
         else:
-            transforms.append(rotary(model, layer.module).transform(layer, layer.bias))
+            rope = rotary(model, layer.module)
+            transforms.append(rope.transform(layer, layer.bias * rope.gain))
     return transforms
 
 
@@ -242,7 +245,8 @@ def calibrate(
     """Measure a model's keys and queries on texts and choose the transform of every layer.
 
     Per head: ``mu`` is the mean key before RoPE. It is kept on the ``offset_pairs`` rotary pairs where it removes most
-    noise (default: half of the pairs). The scale of a pair is s = (E k'^2 / E q^2)^(1/4), k' being the key less its
+    noise (default: the fewest of 0, 16, 32, ... that leave a layer at most 1.2 times the noise of an offset on all
+    pairs; decode pays for them). The scale of a pair is s = (E k'^2 / E q^2)^(1/4), k' being the key less its
     offset: with the rotation, the squared error of a score is proportional to sum(k'^2 / s^2) * sum(q^2 s^2), which
     this s makes least.
 
@@ -275,8 +279,7 @@ def calibrate(
     if counted < MIN_TOKENS:
         raise ValueError(f"texts have {counted} tokens besides the first {SINKS} of each window; needed: {MIN_TOKENS}")
     chosen = [
-        _choose(layer, rope, m, counted, layer.head_dim // 4 if offset_pairs is None else offset_pairs)
-        for layer, rope, m in zip(layers, ropes, moments, strict=True)
+        _choose(layer, rope, m, counted, offset_pairs) for layer, rope, m in zip(layers, ropes, moments, strict=True)
     ]
     report = [LayerReport(i, plain, noise, t.num_pairs) for i, (t, plain, noise) in enumerate(chosen)]
     return Calibration([t for t, _, _ in chosen], report, model_digest(model), done)
@@ -314,34 +317,37 @@ def _token_windows(
 
 
 def _choose(
-    layer: AttentionInfo, rope: Rotary, moments: Moments, tokens: int, offset_pairs: int
+    layer: AttentionInfo, rope: Rotary, moments: Moments, tokens: int, offset_pairs: int | None
 ) -> tuple[KeyTransform, float, float]:
     """The transform of a layer, and the predicted noise of its scores without and with it."""
     dims = rope.transform(layer, None).pair_dims
-    mean = moments.key / tokens
-    square = (moments.key_square / tokens)[:, dims].sum(-1)  # [kv_heads, pairs], as below
+    mean = moments.key * rope.gain / tokens
+    square = (moments.key_square * rope.gain**2 / tokens)[:, dims].sum(-1)  # [kv_heads, pairs], as all below
+    query = (moments.query_square * rope.gain**2 / tokens)[:, dims].sum(-1)
     variance = square - mean.square()[:, dims].sum(-1)
-    query = (moments.query_square / tokens)[:, dims].sum(-1)
     tiny = 1e-9 * (1 + square.amax())
     square, variance, query = square.clamp(min=tiny), variance.clamp(min=tiny), query.clamp(min=tiny)
+    order = (query.sqrt() * (square.sqrt() - variance.sqrt())).argsort(1, descending=True)
 
-    removed = query.sqrt() * (square.sqrt() - variance.sqrt())
-    keep = torch.zeros_like(removed, dtype=torch.bool).scatter_(
-        1, removed.topk(min(offset_pairs, removed.shape[1])).indices, True
-    )
+    def with_pairs(count: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Which pairs carry the offset, the pair scale, and the noise."""
+        carry = torch.zeros_like(square, dtype=torch.bool).scatter_(1, order[:, :count], True)
+        left = torch.where(carry, variance, square)
+        log_scale = (left / query).log() / 4
+        log_scale = log_scale - log_scale.mean(1, keepdim=True)
+        scale = log_scale.clamp(-math.log(SCALE_RANGE), math.log(SCALE_RANGE)).exp()
+        return carry, scale, score_noise(left, query, scale, layer.head_dim)
+
+    pairs = layer.head_dim // 2
+    if offset_pairs is None:
+        enough = MORE_NOISE * with_pairs(pairs)[2]
+        counts = [0, *(16 << i for i in range(pairs.bit_length()) if 16 << i < pairs), pairs]
+        offset_pairs = next(n for n in counts if with_pairs(n)[2] <= enough)
+    carry, scale, noise = with_pairs(offset_pairs)
     mu = torch.zeros_like(mean)
-    mu[:, dims.flatten()] = (mean[:, dims] * keep[..., None]).flatten(1)
-    left = torch.where(keep, variance, square)
-
-    log_scale = (left / query).log() / 4
-    log_scale = (log_scale - log_scale.mean(1, keepdim=True)).clamp(-math.log(SCALE_RANGE), math.log(SCALE_RANGE))
-    scale = log_scale.exp()
-    square, left, query = (x * rope.gain**2 for x in (square, left, query))
-    return (
-        rope.transform(layer, mu.float(), scale.float()),
-        score_noise(square, query, torch.ones_like(scale), layer.head_dim),
-        score_noise(left, query, scale, layer.head_dim),
-    )
+    mu[:, dims.flatten()] = (mean[:, dims] * carry[..., None]).flatten(1)
+    transform = rope.transform(layer, mu.float() if offset_pairs else None, scale.float())
+    return transform, score_noise(square, query, torch.ones_like(scale), layer.head_dim), noise
 
 
 def score_noise(key: torch.Tensor, query: torch.Tensor, scale: torch.Tensor, head_dim: int) -> float:

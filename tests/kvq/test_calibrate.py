@@ -96,7 +96,8 @@ def test_offset_turns_as_the_models_own_rope_does(kind: str, options: dict[str, 
     positions = torch.tensor([0, 1, 7, 500, 4000])
     for layer in attention_layers(model):
         mu = torch.randn(layer.kv_heads, layer.head_dim, generator=torch.Generator().manual_seed(3))
-        transform = rotary(model, layer.module).transform(layer, mu)
+        rope = rotary(model, layer.module)
+        transform = rope.transform(layer, mu * rope.gain)
         got = reference.offset(transform, positions)
 
         code = importlib.import_module(type(layer.module).__module__)
@@ -175,8 +176,21 @@ def test_offset_pairs_are_the_ones_that_remove_most_noise() -> None:
     carried = (transform.pair_mu != 0).any(-1)
     assert carried.sum(1).tolist() == [3, 3]
     assert carried[1].nonzero().flatten().tolist() == large.tolist()
-    assert all(t.num_pairs == 16 for t in calibrate(model, [tokens()]).transforms)
-    assert all(t.num_pairs == 0 for t in calibrate(model, [tokens()], offset_pairs=0).transforms)
+    assert all(t.num_pairs == 0 and t.mu is None for t in calibrate(model, [tokens()], offset_pairs=0).transforms)
+
+
+def test_by_default_a_layer_carries_the_offset_on_as_few_pairs_as_it_needs() -> None:
+    model = tiny("Qwen2", num_hidden_layers=3, **rope())
+    for layer, count in zip(model.model.layers, (0, 5, 20), strict=True):
+        bias = torch.zeros(2, 64)
+        bias[1, :count] = 50.0
+        layer.self_attn.k_proj.bias.data = bias.flatten()
+        layer.self_attn.v_proj.bias.data.zero_()  # it would shift what later layers see, and so their keys
+    calibration = calibrate(model, [tokens()])
+    assert [t.num_pairs for t in calibration.transforms] == [0, 16, 32]
+    everywhere = calibrate(model, [tokens()], offset_pairs=32)
+    for chosen, most in zip(calibration.report, everywhere.report, strict=True):
+        assert most.noise <= chosen.noise <= 1.2 * most.noise
 
 
 def test_pair_scale_makes_the_error_of_scores_smaller_than_no_scale() -> None:
