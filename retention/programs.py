@@ -27,8 +27,8 @@ class Program:
     """What is known of one program. Times are the policy's clock, in seconds.
 
     live: its requests that have arrived and not ended. finished_at: when its last turn ended, None before that and
-    after its return. calls: what that turn called. predicted_s: the median wait for it, None if most never return. record: the
-    censored wait, if the predictor was told of one.
+    after its return. calls: what that turn called. predicted_s: the median wait for it, None if most
+    never return. record: the censored wait, if the predictor was told of one.
     """
 
     __slots__ = (

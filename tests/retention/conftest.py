@@ -12,8 +12,8 @@ BLOCK = 16
 
 
 class Engine:
-    """Blocks are named by their contents: one hashable a block, different for different prefixes. Leases hold references,
-    soft ones too.
+    """Blocks are named by their contents: one hashable a block, different for different prefixes. Leases hold
+    references, soft ones too.
     """
 
     def __init__(self, name="value", blocks=64, **settings):
@@ -44,11 +44,7 @@ class Engine:
     def step(self):
         """One scheduling step: sweep, then admit in order until one does not fit."""
         need = sum(len(contents) for _, contents in self.waiting.values())
-        self.apply(
-            self.policy.tick(
-                PoolState(self.total, len(self.free), len(self.waiting), need, len(self.running))
-            )
-        )
+        self.apply(self.policy.tick(PoolState(self.total, len(self.free), len(self.waiting), need, len(self.running))))
         for request in sorted(self.waiting, key=lambda r: self.waiting[r][0]):
             if not self.start(request):
                 break
@@ -94,9 +90,14 @@ class Engine:
         kw.setdefault("tokens", len(blocks) * BLOCK)
         pin = self.policy.turn_finished(
             TurnFinished(
-                request, blocks=len(blocks), shared_blocks=shared, finish=finish, tool_calls=calls,
-                block_hashes=tuple(contents), **kw,
-            )  # fmt: skip
+                request,
+                blocks=len(blocks),
+                shared_blocks=shared,
+                finish=finish,
+                tool_calls=calls,
+                block_hashes=tuple(contents),
+                **kw,
+            )
         )
         self.apply(pin.victims)
         if pin.lease_id is not None:

@@ -66,7 +66,7 @@ def test_cost_survives_a_restart():
     again = PrefillCost()
     again.load(json.loads(json.dumps(cost.state())))
     assert again.coefficients == pytest.approx(cost.coefficients)
-    with pytest.raises(ValueError, match="PrefillCost.state"):
+    with pytest.raises(ValueError, match=r"PrefillCost\.state"):
         again.load({"xx": [[1.0]], "xy": [1.0]})
 
 

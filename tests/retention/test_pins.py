@@ -236,7 +236,9 @@ def test_books_balance_under_random_operations():
             assert sum(lease.charge for lease in books.pins if lease.key.tenant == tenant) <= 200
 
 
-@pytest.mark.parametrize("bad", [{"budget": 1.5}, {"budget": -0.1}, {"tenant_quota": 2.0}, {"leak_s": 0.0}, {"keep_fraction": -1.0}])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad", [{"budget": 1.5}, {"budget": -0.1}, {"tenant_quota": 2.0}, {"leak_s": 0.0}, {"keep_fraction": -1.0}]
+)
 def test_bad_settings_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Books(**bad)

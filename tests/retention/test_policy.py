@@ -352,7 +352,9 @@ def test_hints_release_the_program(engine):
     assert e.last_pin.reason == "released" and not e.leases and len(e.policy._programs) == 0
 
 
-@pytest.mark.parametrize(("ttl", "kept"), [(30.0, 30.0), (0.0, None), (-5.0, None), (float("nan"), None), (1e30, MAX_TTL_S)])
+@pytest.mark.parametrize(
+    ("ttl", "kept"), [(30.0, 30.0), (0.0, None), (-5.0, None), (float("nan"), None), (1e30, MAX_TTL_S)]
+)
 def test_an_absurd_ttl_is_bounded(ttl, kept, engine):
     for name in RETAINING:
         e = engine(name, blocks=64)

@@ -27,8 +27,15 @@ def machine(engine_type, name, seed_settings):
             self.count += n
             return [("fresh", i) for i in range(self.count - n, self.count)]
 
-        @rule(program=st.sampled_from(PROGRAMS), new=st.integers(1, 8), keep=st.integers(0, 30), ttl=st.none() | st.floats(0, 50),
-              release=st.booleans(), pending=st.booleans(), again=st.booleans())  # fmt: skip
+        @rule(
+            program=st.sampled_from(PROGRAMS),
+            new=st.integers(1, 8),
+            keep=st.integers(0, 30),
+            ttl=st.none() | st.floats(0, 50),
+            release=st.booleans(),
+            pending=st.booleans(),
+            again=st.booleans(),
+        )
         def arrive(self, program, new, keep, ttl, release, pending, again):
             contents = [*self.chains.get(program, [("system", 0), ("system", 1)])[:keep], *self.fresh(new)][:20]
             request = f"r{self.count}"
@@ -52,8 +59,12 @@ def machine(engine_type, name, seed_settings):
             self.engine.grow(request, self.fresh(blocks))
 
         @precondition(lambda self: self.engine.running)
-        @rule(data=st.data(), calls=st.sampled_from(CALLS), how=st.sampled_from(["stop", "length", "abort", "error"]),
-              keep=st.none() | st.integers(0, 400))  # fmt: skip
+        @rule(
+            data=st.data(),
+            calls=st.sampled_from(CALLS),
+            how=st.sampled_from(["stop", "length", "abort", "error"]),
+            keep=st.none() | st.integers(0, 400),
+        )
         def finish(self, data, calls, how, keep):
             request = data.draw(st.sampled_from(sorted(self.engine.running)))
             self.engine.finish(request, calls, how, keep_tokens=keep, prefill_s=0.1)
@@ -107,9 +118,13 @@ def test_pool_invariants_hold_for_any_order_of_events(name, hard, engine):
     run_state_machine_as_test(
         machine(engine.type, name, extra),
         settings=settings(
-            max_examples=20, stateful_step_count=50, deadline=None, derandomize=True, database=None,
+            max_examples=20,
+            stateful_step_count=50,
+            deadline=None,
+            derandomize=True,
+            database=None,
             suppress_health_check=list(HealthCheck),
-        ),  # fmt: skip
+        ),
     )
 
 
@@ -149,7 +164,8 @@ def test_nothing_leaks_in_a_long_day(name, engine):
         e.step()
         if minute % 60 == 0:
             e.check()
-            sizes.append((len(e.policy._programs), len(e.policy.rule.predictor._windows), len(e.policy.pins._ranks._entries)))
+            policy = e.policy
+            sizes.append((len(policy._programs), len(policy.rule.predictor._windows), len(policy.pins._ranks._entries)))
     assert serial > 1000
     assert max(s[0] for s in sizes[12:]) < 4 * max(s[0] for s in sizes[2:12])
     assert max(s[1] for s in sizes) <= e.policy.rule.predictor.max_keys

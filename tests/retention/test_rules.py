@@ -7,7 +7,7 @@ import pytest
 from retention.cost import PrefillCost
 from retention.pins import Lease
 from retention.programs import Program, ProgramKey
-from retention.rules import RULES, Continuum, Fixed, Rule, TRTLLM, Value
+from retention.rules import RULES, TRTLLM, Continuum, Fixed, Rule, Value
 from retention.toolcalls import ToolCall
 from retention.ttl import Survival
 
@@ -152,10 +152,10 @@ def test_value_density_by_hand():
 @pytest.mark.parametrize(
     ("better", "worse"),
     [
-        (dict(tokens=2000), dict(tokens=1000)),
-        (dict(blocks=50), dict(blocks=100)),
-        (dict(priority=2.0), dict(priority=1.0)),
-        (dict(shared=0, tokens=1600), dict(shared=50, tokens=800)),
+        ({"tokens": 2000}, {"tokens": 1000}),
+        ({"blocks": 50}, {"blocks": 100}),
+        ({"priority": 2.0}, {"priority": 1.0}),
+        ({"shared": 0, "tokens": 1600}, {"shared": 50, "tokens": 800}),
     ],
 )
 def test_value_density_grows_with_what_is_saved_and_falls_with_what_is_held(better, worse):
@@ -201,9 +201,16 @@ def test_the_base_rule_has_all_hooks():
 
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [("value", {"max_ttl_s": -1.0}), ("value", {"slack": 0.5}), ("value", {"boost_s": math.inf}), ("trtllm", {"priority": 101}),
-     ("continuum", {"samples": 0}), ("fixed", {"ttl_s": -1.0}), ("ema", {"alpha": 2.0})],
-)  # fmt: skip
+    [
+        ("value", {"max_ttl_s": -1.0}),
+        ("value", {"slack": 0.5}),
+        ("value", {"boost_s": math.inf}),
+        ("trtllm", {"priority": 101}),
+        ("continuum", {"samples": 0}),
+        ("fixed", {"ttl_s": -1.0}),
+        ("ema", {"alpha": 2.0}),
+    ],
+)
 def test_bad_settings_are_refused(name, bad):
     with pytest.raises(ValueError, match="must be"):
         RULES[name](**bad)

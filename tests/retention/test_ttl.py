@@ -191,7 +191,7 @@ def test_a_foreign_state_is_refused(state):
     predictor = TTLPredictor()
     predictor.observe([BASH], 1.0)
     before = predictor.state()
-    with pytest.raises(ValueError, match="TTLPredictor.state"):
+    with pytest.raises(ValueError, match=r"TTLPredictor\.state"):
         predictor.load(state)
     assert predictor.state() == before
 
