@@ -97,10 +97,11 @@ def test_shape_is_read_from_config_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values", [{"sliding_window": 4096}, {"layer_types": ["full_attention", "sliding_attention"]}, {"kv_lora_rank": 512}]
+    "values",
+    [{"sliding_window": 4096}, {"layer_types": ["full_attention", "sliding_attention"]}, {"kv_lora_rank": 512}],
 )
 def test_models_whose_cache_is_not_full_attention_are_refused(tmp_path, values):
-    with pytest.raises(ValueError, match="config.json"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         size.read_shape(write_config(tmp_path, **values))
 
 
