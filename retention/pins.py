@@ -34,7 +34,7 @@ class Victim(NamedTuple):
 class Lease:
     """The retained blocks of one program, from its head. Only `PinManager` changes one after it was added.
 
-    tokens, blocks: what is kept; `shared` of the blocks, at the head, are held by others anyway and cost nothing.
+    tokens, blocks: what is kept; `shared` of the blocks, at the head, were held by others already and are not charged.
     finished_at: when the turn ended. calls: what the program waits for. priority: 1 is neutral. curve: the distribution
     of the wait that the rule used. waiting: requests of the program that arrived and have not started. review: decide
     on its ttl anew while it lasts.
@@ -144,14 +144,15 @@ class PinManager:
         """
         lease.created, lease.ttl_s, lease.deadline = now, ttl_s, now + ttl_s
         tenant = lease.key.tenant
+        least = max(1.0, self._keep_fraction * lease.charge)
         victims: list[Victim] = []
-        if tenant in self._tenants:
-            over = lease.charge - self._room(tenant)
+        if tenant in self._tenants and self._quota_blocks >= least:
+            over = min(lease.charge, self._quota_blocks) - self._room(tenant)
             victims = self._take(over, now, self._tenants[tenant].ranks, "budget", below=self._full_rank(lease, now))
         room = self._room(tenant)
         reason = ""
         if lease.charge > room:
-            if room < max(1.0, self._keep_fraction * lease.charge):
+            if room < least:
                 return "budget" if self.budget_blocks - self.used <= room else "tenant_quota", victims
             lease.shrink(lease.charge - room)
             lease.original = lease.blocks

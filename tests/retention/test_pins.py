@@ -138,7 +138,13 @@ def test_what_does_not_fit_the_budget_is_clipped_at_the_tail():
     lease = books.add("long", 80)
     assert books.reason == "clipped"
     assert (lease.blocks, lease.tokens, books.pins.used) == (50, 800, 50)
-    assert books.add("far too long", 1000).id == 0
+
+
+def test_what_can_never_fit_displaces_nothing():
+    books = Books(total=100, budget=0.5)
+    books.add("cheap", 30, rank=0.1)
+    assert books.add("far too long", 1000, rank=9.0).id == 0
+    assert books.reason == "budget" and books.gave_up() == []
 
 
 def test_a_tenant_is_held_to_its_quota_and_displaces_only_itself():
