@@ -99,23 +99,45 @@ def check_gpu() -> Iterator[Finding]:
 
 
 def check_operations() -> Iterator[Finding]:
-    """Quantize, read back and compare a small block with each preset, on the GPU where there is one."""
+    """Write, read back and attend to a few tokens with each preset; on a GPU this compiles and runs every kernel."""
     import torch
 
     import kvq
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.randn(128, 2, 64, generator=torch.Generator().manual_seed(0)).to(device)
-    for bits, limit in ((8, 0.01), (4, 0.15)):
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    tokens, kv_heads, head_dim = 100, 2, 128
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(n, heads, head_dim, generator=generator).to(device, dtype)
+        for n, heads in ((1, 8), (tokens, kv_heads), (tokens, kv_heads))
+    )
+    table = torch.tensor([[1, 0]], dtype=torch.int32, device=device)
+    slots = torch.cat([torch.arange(64, 128), torch.arange(tokens - 64)]).to(device)
+    lengths = torch.tensor([tokens], dtype=torch.int32, device=device)
+    for name, limit in (("int8", 0.01), ("k8v4", 0.15), ("int4", 0.15)):
+        cache = kvq.PagedKVCache(2, kv_heads, head_dim, name, dtype=dtype, device=device)
+        done = "quantize"
         try:
-            back = kvq.quantize_blocks(x, bits=bits).dequantize(torch.float32)
-            error = float((back.reshape(x.shape) - x).norm() / x.norm())
+            cache.write(key, value, slots)
+            done = "gather"
+            back = cache.gather(table[0], tokens)
+            done = "decode"
+            out = kvq.paged_attention_decode(query, cache, table, lengths)
+            assert isinstance(out, torch.Tensor)
         except Exception as failure:
-            yield Finding(f"int{bits} on {device}", "wrong", f"{type(failure).__name__}: {failure}", "report this")
+            problem = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
+            yield Finding(f"{name} on {device}", "wrong", f"{done}: {problem}", "report this with the versions above")
             continue
-        good = error < limit
-        advice = "" if good else "report this"
-        yield Finding(f"int{bits} on {device}", "ok" if good else "wrong", f"relative error {error:.4f}", advice)
+        stored = max(float((x - y).norm() / y.norm()) for x, y in zip(back, (key, value), strict=True))
+        keys, values = (x.double().repeat_interleave(4, 1) for x in back)
+        scores = torch.einsum("qhd,thd->hqt", query.double(), keys) * head_dim**-0.5
+        truth = torch.einsum("hqt,thd->qhd", scores.softmax(-1), values)
+        attended = float((out.double() - truth).norm() / truth.norm())
+        good = stored < limit and attended < 2e-3
+        detail = f"relative error: stored {stored:.4f}, decode {attended:.1e}"
+        advice = "" if good else "report this with the versions above"
+        yield Finding(f"{name} on {device}", "ok" if good else "wrong", detail, advice)
 
 
 def examine() -> list[Finding]:
