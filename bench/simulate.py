@@ -1,0 +1,467 @@
+"""vLLM's own Scheduler, KVCacheManager and BlockPool with a simulated model: agents, tool pauses, plain requests.
+
+The model is a step-time formula (`bench.steptime`); tools pause a program between its turns. A retention policy acts on
+the real block pool (`bench.retained_pool`). Decode is fast-forwarded: while every running request decodes and nothing
+happens before, k steps are scheduled as one, which allocates the same blocks and ends at the same time.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.steptime import GPUS, StepTime
+from bench.workloads import Program, Turn, Workload
+from retention import ProgramKey, ToolCall, TurnArrived, TurnFinished, make_policy
+from retention.policy import Policy
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+MAX_NUM_SEQS = 256
+MAX_BATCHED_TOKENS = 8192
+MAX_MODEL_LEN = 131072
+TICK_SECONDS = 0.25
+
+
+@dataclass
+class TurnRecord:
+    """What happened to one request; seconds of simulated time."""
+
+    program: str
+    index: int
+    agent: bool
+    arrival: float
+    prompt_tokens: int
+    scheduled: float = -1.0
+    first_token: float = -1.0
+    finished: float = -1.0
+    cached_tokens: int = 0
+    tool: str | None = None  # what came before this turn
+
+
+@dataclass
+class Result:
+    """One simulated run."""
+
+    turns: list[TurnRecord]
+    program_seconds: dict[str, float]  # agents only: from arrival to the end of the last turn
+    seconds: float
+    computed_prefill_tokens: int
+    preemptions: int
+    steps: int
+    schedule_calls: int
+    retained_block_seconds: float = 0.0
+    status: dict[str, Any] = field(default_factory=dict)
+
+
+@lru_cache(maxsize=8)
+def _vllm_config(block_size: int, max_model_len: int) -> Any:
+    """vLLM's configuration of a Llama-3-8B: one a process, as it takes seconds to make."""
+    for name, value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1")):
+        os.environ.setdefault(name, value)
+    from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(
+            json.dumps(
+                {
+                    "architectures": ["LlamaForCausalLM"],
+                    "model_type": "llama",
+                    "hidden_size": 4096,
+                    "intermediate_size": 14336,
+                    "num_hidden_layers": 32,
+                    "num_attention_heads": 32,
+                    "num_key_value_heads": 8,
+                    "head_dim": 128,
+                    "max_position_embeddings": MAX_MODEL_LEN,
+                    "vocab_size": 128256,
+                    "bos_token_id": 1,
+                    "eos_token_id": 2,
+                    "torch_dtype": "bfloat16",
+                }
+            )
+        )
+        model = ModelConfig(
+            model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=max_model_len, enforce_eager=True
+        )
+        return VllmConfig(
+            model_config=model,
+            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=MAX_NUM_SEQS,
+                max_num_batched_tokens=MAX_BATCHED_TOKENS,
+                max_model_len=max_model_len,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+        )
+
+
+def make_scheduler(num_blocks: int, block_size: int, max_model_len: int = MAX_MODEL_LEN) -> Any:
+    """A vLLM Scheduler with `num_blocks` usable blocks (one more is vLLM's null block) of full attention."""
+    config = _vllm_config(block_size, max_model_len)
+    import torch
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config.cache_config.num_gpu_blocks = num_blocks + 1
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=num_blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+    )
+
+
+PolicyMaker = Callable[["Simulator"], Policy]
+
+
+def policy_maker(name: str, **settings: Any) -> PolicyMaker:
+    """A policy of `retention` on the simulator's clock and pool."""
+    return lambda sim: make_policy(
+        name, total_blocks=sim.num_blocks, block_tokens=sim.workload.block_size, clock=sim.clock, **settings
+    )
+
+
+class Simulator:
+    """One run of one workload under one policy.
+
+    make_policy: None runs the stock scheduler without any hook. num_blocks: usable KV blocks, default what `step_time`'s
+    GPU holds. fast_forward: False takes every decode step by itself (same results, slower).
+    Raises ValueError for a turn that can never fit the pool.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        make_policy: PolicyMaker | None = None,
+        step_time: StepTime | None = None,
+        num_blocks: int | None = None,
+        fast_forward: bool = True,
+        tick_seconds: float = TICK_SECONDS,
+    ) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.request import Request
+
+        from bench.retained_pool import RetainedPool
+
+        self._request, self._output = Request, ModelRunnerOutput
+        self._sampling = lru_cache(maxsize=None)(lambda tokens: SamplingParams(max_tokens=tokens, ignore_eos=True))
+        self.workload = workload
+        self._step_time = step_time or StepTime(GPUS["H100"])
+        self.num_blocks = num_blocks or self._step_time.pool_blocks(workload.block_size)
+        self._check_fits()
+        self._fast_forward = fast_forward
+        self._tick_seconds = tick_seconds
+        self._scheduler = make_scheduler(self.num_blocks, workload.block_size)
+        self._now = 0.0
+        self._policy_now = 0.0
+        self._next_tick = 0.0
+        self._events: list[tuple[float, int, Program, int]] = []  # (time, tie break, program, turn)
+        self._sequence = 0
+        self._records: dict[str, TurnRecord] = {}
+        self._programs: dict[str, tuple[Program, int]] = {}  # request id -> program, turn
+        self._started: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
+        self._returns: dict[ProgramKey, float] = {}  # when a paused program comes back; for the clairvoyant bound only
+        self._backlog: list[Program] = []
+        self._agents = sum(program.agent for program in workload.programs)
+        self._zeros = [0] * (max(t.prompt_tokens + t.output_tokens for p in workload.programs for t in p.turns) + 1)
+        self._refused = False  # the head of the waiting queue was refused and nothing has changed since
+        self._computed_prefill = self._preemptions = self._steps = self._calls = 0
+        self._retained = (
+            RetainedPool(self._scheduler, make_policy(self), self._turn_finished, self.clock) if make_policy else None
+        )
+        if self._retained is None:
+            free_blocks = self._scheduler._free_blocks
+
+            def finished(request):  # type: ignore[no-untyped-def]
+                self._turn_finished(request, 0, 0)
+                free_blocks(request)
+
+            self._scheduler._free_blocks = finished
+
+    def clock(self) -> float:
+        """The policy's time: that of the last event or tick, so that it does not depend on fast-forwarding."""
+        return self._policy_now
+
+    def return_time(self, program: ProgramKey) -> float | None:
+        """When a paused program will come back, None if never. The future: for the clairvoyant bound only."""
+        return self._returns.get(program)
+
+    def run(self) -> Result:
+        """Simulate until every agent has ended (plain requests may be left over)."""
+        was_enabled = gc.isenabled()
+        gc.disable()  # millions of short-lived objects, no cycles among them
+        try:
+            self._admit_first()
+            while self._unfinished():
+                self._deliver()
+                self._tick()
+                if not self._scheduler.has_unfinished_requests() or not self._step():
+                    self._wait()
+        finally:
+            if was_enabled:
+                gc.enable()
+        return self._result()
+
+    def _unfinished(self) -> bool:
+        """Some agent has not ended; without agents, some request."""
+        if self._agents:
+            return len(self._ended) < self._agents
+        return bool(self._events) or self._scheduler.has_unfinished_requests()
+
+    # Events.
+
+    def _admit_first(self) -> None:
+        agents = [p for p in self.workload.programs if p.agent]
+        slots = self.workload.concurrency
+        if slots is not None:
+            self._backlog = agents[slots:][::-1]
+            agents = agents[:slots]
+        for program in agents + [p for p in self.workload.programs if not p.agent]:
+            self._push(program.arrival, program, 0)
+
+    def _push(self, time: float, program: Program, turn: int) -> None:
+        heapq.heappush(self._events, (time, self._sequence, program, turn))
+        self._sequence += 1
+
+    def _deliver(self) -> None:
+        while self._events and self._events[0][0] <= self._now:
+            time, _, program, index = heapq.heappop(self._events)
+            self._arrive(time, program, index)
+
+    def _arrive(self, time: float, program: Program, index: int) -> None:
+        turn = program.turns[index]
+        request_id = f"{program.id}#{index}"
+        if index == 0:
+            self._started[program.id] = time
+        request = self._request(
+            request_id,
+            self._zeros[: turn.prompt_tokens],
+            self._sampling(turn.output_tokens),
+            None,
+            arrival_time=time,
+            block_hasher=_hasher(turn, request_id, self.workload.block_size),
+        )
+        self._records[request_id] = TurnRecord(
+            program.id, index, program.agent, time, turn.prompt_tokens, tool=program.turns[index - 1].tool if index else None
+        )
+        self._programs[request_id] = (program, index)
+        self._refused = False
+        self._policy_now = self._now
+        if self._retained is None:
+            self._scheduler.add_request(request)
+        else:
+            self._returns.pop(_key(program), None)
+            self._retained.arrived(
+                request,
+                TurnArrived(
+                    request_id,
+                    _key(program) if program.agent else None,
+                    turn.prompt_tokens,
+                    request.block_hashes,
+                ),
+            )
+
+    def _turn_finished(self, request: Request, blocks: int, shared: int) -> TurnFinished:
+        """A request ended at `self._now` (the step's end): plan the next turn, and say what the policy may know."""
+        program, index = self._programs.pop(request.request_id)
+        record = self._records[request.request_id]
+        record.finished = self._now
+        turn = program.turns[index]
+        if index + 1 < len(program.turns):
+            self._returns[_key(program)] = self._now + turn.tool_seconds
+            self._push(self._now + turn.tool_seconds, program, index + 1)
+        elif program.agent:
+            self._ended[program.id] = self._now
+            if self._backlog:
+                self._push(self._now, self._backlog.pop(), 0)
+        self._refused = False
+        self._policy_now = self._now
+        # The last turn looks like the others: it calls no tool, as a turn that waits for a person does.
+        called = turn.tool is not None and turn.tool != "human"
+        return TurnFinished(
+            request.request_id,
+            tokens=request.num_computed_tokens,
+            blocks=blocks,
+            shared_blocks=shared,
+            finish="stop",
+            tool_calls=(ToolCall(turn.tool, turn.tool_args),) if called else (),  # type: ignore[arg-type]
+            prefill_s=record.first_token - record.scheduled,
+            block_hashes=request.block_hashes,
+        )
+
+    def _tick(self) -> None:
+        if self._now < self._next_tick:
+            return
+        self._policy_now = self._now
+        self._next_tick = self._now + self._tick_seconds
+        if self._retained is not None:
+            self._retained.tick()
+            self._refused = False
+
+    def _wait(self) -> None:
+        """Nothing could be scheduled: time passes until something may have changed."""
+        times = [self._next_tick] if self._retained is not None and self._retained.leases else []
+        if self._events:
+            times.append(self._events[0][0])
+        if not times:
+            raise RuntimeError(f"{len(self._scheduler.waiting)} requests wait, nothing runs and nothing will change")
+        self._now = max(self._now, min(times))
+
+    # Steps.
+
+    def _step(self) -> bool:
+        """Schedule and run one step, or several decode steps as one. False: nothing was scheduled."""
+        scheduler = self._scheduler
+        count = self._decode_steps()
+        if count > 1:
+            more = [0] * (count - 1)  # the last token comes from update_from_output
+            for request in scheduler.running:
+                request.append_output_token_ids(more)
+        output = scheduler.schedule()
+        scheduled = output.num_scheduled_tokens
+        self._calls += 1
+        self._preemptions += len(output.preempted_req_ids or ())
+        if not scheduled:
+            return False
+        if count > 1:
+            self._run_decode(scheduled, count)
+            sampled: list[list[int]] = [[0] for _ in scheduled]
+        else:
+            sampled = self._run_step(scheduled)
+        self._steps += count
+        index = {request_id: i for i, request_id in enumerate(scheduled)}
+        scheduler.update_from_output(output, self._output(list(scheduled), index, sampled_token_ids=sampled))
+        return True
+
+    def _run_step(self, scheduled: dict[str, int]) -> list[list[int]]:
+        """Take the time of one step; returns the sampled tokens."""
+        requests = self._scheduler.requests
+        pairs, kv_tokens, decoding = 0.0, 0, 0
+        sampled: list[list[int]] = []
+        first: list[TurnRecord] = []
+        for request_id, tokens in scheduled.items():
+            request = requests[request_id]
+            context = request.num_computed_tokens - tokens
+            kv_tokens += context
+            complete = not request.is_prefill_chunk
+            sampled.append([0] if complete else [])
+            if tokens == 1 and request._output_token_ids:
+                decoding += 1
+                continue
+            pairs += tokens * (context + tokens / 2)
+            self._computed_prefill += tokens
+            record = self._records[request_id]
+            if record.scheduled < 0:
+                record.scheduled = self._now
+                record.cached_tokens = context
+            if complete and record.first_token < 0:
+                first.append(record)
+        self._now += self._step_time.step(sum(scheduled.values()), pairs, kv_tokens)
+        for record in first:
+            record.first_token = self._now
+        waiting = bool(self._scheduler.waiting)
+        self._refused = waiting and decoding == len(scheduled) == len(self._scheduler.running)
+        return sampled
+
+    def _run_decode(self, scheduled: dict[str, int], count: int) -> None:
+        """Take the time of `count` decode steps of the same requests."""
+        requests = self._scheduler.requests
+        batch = len(scheduled)
+        kv_tokens = sum(requests[request_id].num_computed_tokens - count for request_id in scheduled)
+        for _ in range(count):
+            self._now += self._step_time.step(batch, 0.0, kv_tokens)
+            kv_tokens += batch
+
+    def _decode_steps(self) -> int:
+        """How many steps can be taken as one: all running requests decode, none ends before the last step, the waiting
+        queue cannot move, no event or tick falls before the last step, and free blocks suffice (so nothing is preempted).
+        """
+        scheduler = self._scheduler
+        running = scheduler.running
+        if not self._fast_forward or not running or (scheduler.waiting and not self._refused):
+            return 1
+        limit = MAX_BATCHED_TOKENS // len(running)
+        for request in running:
+            if request.is_prefill_chunk or not request._output_token_ids:
+                return 1
+            limit = min(limit, request.max_tokens - len(request._output_token_ids))
+        if limit < 2:
+            return 1
+        stop = self._next_tick if self._retained is not None else float("inf")
+        if self._events:
+            stop = min(stop, self._events[0][0])
+        batch, kv_tokens = len(running), sum(request.num_computed_tokens for request in running)
+        count, time = 0, self._now
+        while count < limit and (time < stop or not count):
+            time += self._step_time.step(batch, 0.0, kv_tokens)
+            kv_tokens += batch
+            count += 1
+        free, size = scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), self.workload.block_size
+        while count > 1 and free < sum(
+            (r.num_computed_tokens + count - 1) // size - (r.num_computed_tokens - 1) // size for r in running
+        ):
+            count //= 2
+        return count
+
+    def _check_fits(self) -> None:
+        size = self.workload.block_size
+        for program in self.workload.programs:
+            for turn in program.turns:
+                blocks = -(-(turn.prompt_tokens + turn.output_tokens) // size)
+                if blocks > self.num_blocks:
+                    raise ValueError(f"{program.id} needs {blocks} blocks, num_blocks is {self.num_blocks}")
+
+    def _result(self) -> Result:
+        if self._retained is not None:
+            self._policy_now = self._now
+            status = self._retained.policy.status()
+            self._retained.close()
+        else:
+            status = {}
+        return Result(
+            turns=list(self._records.values()),
+            program_seconds={name: end - self._started[name] for name, end in self._ended.items()},
+            seconds=self._now,
+            computed_prefill_tokens=self._computed_prefill,
+            preemptions=self._preemptions,
+            steps=self._steps,
+            schedule_calls=self._calls,
+            retained_block_seconds=self._retained.block_seconds if self._retained is not None else 0.0,
+            status=status,
+        )
+
+
+def _key(program: Program) -> ProgramKey:
+    return ProgramKey(program.id, program.tenant)
+
+
+def _hasher(turn: Turn, request_id: str, block_size: int) -> Callable[[Request], list[bytes]]:
+    """vLLM's block hasher for one request: the turn's own block identities, then private ones."""
+    blocks = turn.blocks
+
+    def hashes(request: Request) -> list[bytes]:
+        have, full = len(request.block_hashes), request.num_tokens // block_size
+        if full <= have:
+            return []
+        known = list(blocks[have:full])
+        return known + [f"{request_id}/{i}".encode() for i in range(have + len(known), full)]
+
+    return hashes
