@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
@@ -25,7 +26,11 @@ class ShadowLRU:
 
     def sample(self, hashes: Sequence[Hashable]) -> Sequence[Hashable]:
         """Every K-th block, from a place that the first one decides: prompts that share a prefix share its samples."""
-        return hashes[hash(hashes[0]) % self.every :: self.every] if hashes else ()
+        if not hashes:
+            return ()
+        first = hashes[0]
+        place = zlib.crc32(first) if isinstance(first, bytes) else hash(first)  # hash(bytes) differs between processes
+        return hashes[place % self.every :: self.every]
 
     def start(self, sampled: Sequence[Hashable]) -> int:
         """A request starts with these sampled prompt blocks. Returns how many blocks, of all, it hits from the head."""

@@ -183,14 +183,6 @@ def test_value_ttl_is_bounded_over_the_whole_wait():
     assert rule.ttl(lease(), 99.0) == 0.0
 
 
-def test_a_boost_lets_nobody_be_passed_for_longer_than_it():
-    rule = Value(boost_s=5.0)
-    program = Program(ProgramKey("a"), 0.0)
-    other = rule.order(None, False, 100.0)
-    assert rule.order(program, True, 104.0) < other < rule.order(program, True, 106.0)
-    assert rule.order(program, False, 104.0) > other
-
-
 def test_the_base_rule_has_all_hooks():
     rule = Rule()
     rule.returned(None, 1.0)
@@ -204,7 +196,7 @@ def test_the_base_rule_has_all_hooks():
     [
         ("value", {"max_ttl_s": -1.0}),
         ("value", {"slack": 0.5}),
-        ("value", {"boost_s": math.inf}),
+        ("value", {"hold_s": math.inf}),
         ("trtllm", {"priority": 101}),
         ("continuum", {"samples": 0}),
         ("fixed", {"ttl_s": -1.0}),
