@@ -110,6 +110,8 @@ class Survival:
         if alive <= 0.0:
             return best, best_gain
         first, last = bisect_right(self.times, elapsed), bisect_right(self.times, elapsed + cap)
+        if rate <= 0.0:
+            first = max(first, last - 1)  # only the chance to return counts, and it only grows
         for t, f, h in zip(self.times[first:last], self.cdf[first:last], self.held[first:last]):
             gain = (f - f0) * benefit - rate * (h - h0)
             if gain > best_gain:
