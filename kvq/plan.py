@@ -10,7 +10,8 @@ from kvq.page import PageLayout
 from kvq.reference import HotPool
 
 MAX_Q_LEN = 8
-HOT_COST = 4  # quantized pages that take as long as one page in fp16
+SEQ_INFO = 8  # int32 fields of a sequence in the schedule; 7 are used
+HOT_COST = 8  # quantized pages that take as long as one page in the model's precision
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,11 @@ class DecodePlan:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
         self.items = empty(self.max_items, 2)
-        self.items_first = empty(max_seqs)
-        self.seq_info = empty(max_seqs, 4)
+        self.seq_info = empty(max_seqs, SEQ_INFO)
         lists = (max_seqs, self.max_pages) if hot else (1, 1)
         self.page_list, self.page_index = empty(*lists), empty(*lists)
         self.hot_list, self.hot_index = empty(*lists), empty(*lists)
-        self.counts = empty(max_seqs, 2)
+        self.counts = empty(max_seqs, 4)
         self.part_out = empty(self.max_items, layout.kv_heads, self.rows, layout.head_dim, dtype=torch.float32)
         self.part_lse = empty(self.max_items, layout.kv_heads, self.rows, dtype=torch.float32)
 

@@ -33,11 +33,12 @@ from kvq.kernels.planes import (
     unpack_nibbles_near,
 )
 from kvq.page import PageLayout
-from kvq.plan import DecodePlan
+from kvq.plan import HOT_COST, SEQ_INFO, DecodePlan
 from kvq.reference import HotPool, hadamard_block
 
 NEG = tl.constexpr(-1.0e30)
 HEADROOM = tl.constexpr(12.0)  # p reaches 2^12 in fp16, so that small p stay normal numbers
+INFO = tl.constexpr(SEQ_INFO)
 TINY_SCALE = tl.constexpr(2.0**-24)  # smallest fp16 above 0; stands for a scale of 0
 
 
@@ -66,6 +67,16 @@ def fast_log2(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def page_index_of(i, p_index, LISTED: tl.constexpr):
+    """Index in the sequence of entry ``i`` of its page list."""
+    if LISTED:
+        index = tl.load(p_index + i)
+    else:
+        index = i
+    return index
+
+
+@triton.jit
 def apply_softcap(s, cap):
     """cap tanh(s / cap) by exp2, without overflow: tanh x = 1 - 2 / (exp(2x) + 1)."""
     return cap * (1.0 - 2.0 / (tl.exp2(s * (2.8853900817779268 / cap)) + 1.0))
@@ -75,7 +86,7 @@ def apply_softcap(s, cap):
 def quantized_tile(
     q0, q1, q2, q3, qc, qs, sm,
     a0, a1, a2, a3, m, l,
-    p_tile, v_codes, k_scales, v_scales,
+    p_key, p_value, p_key_scale, p_value_scale,
     c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn,
     token, own, window, cap,
     D: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
@@ -83,14 +94,17 @@ def quantized_tile(
     WK: tl.constexpr, WV: tl.constexpr, PAIRS: tl.constexpr, MAX_PAIRS: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One page of one head added to the running softmax (m, l) and the accumulators a0..a3 [WV, R]."""
+    """N tokens of one page and head added to the running softmax (m, l) and the accumulators a0..a3 [WV, R].
+
+    MASKED: not every row sees them all; the first stands at index ``token``.
+    """
     KW: tl.constexpr = D * K_BITS // 16
     VW: tl.constexpr = D * V_BITS // 16
     o_n = tl.arange(0, N)
     o_k = tl.arange(0, WK)
     o_v = tl.arange(0, WV)
-    p_k = p_tile.to(tl.pointer_type(tl.int16)) + o_n[:, None] * KW + o_k[None, :]
-    p_v = (p_tile + v_codes).to(tl.pointer_type(tl.int16)) + o_v[:, None] + o_n[None, :] * VW
+    p_k = p_key.to(tl.pointer_type(tl.int16)) + o_n[:, None] * KW + o_k[None, :]
+    p_v = p_value.to(tl.pointer_type(tl.int16)) + o_v[:, None] + o_n[None, :] * VW
     if WK == KW:
         b_k = tl.load(p_k)  # [N, WK]
     else:
@@ -99,8 +113,8 @@ def quantized_tile(
         b_v = tl.load(p_v)  # [WV, N], transposed by ldmatrix
     else:
         b_v = tl.load(p_v, mask=(o_v < VW)[:, None], other=0)
-    ks, kz = load_scales(p_tile + k_scales, o_n, K_SYM)
-    vs, vz = load_scales(p_tile + v_scales, o_n, V_SYM)
+    ks, kz = load_scales(p_key_scale, o_n, K_SYM)
+    vs, vz = load_scales(p_value_scale, o_n, V_SYM)
     if MASKED:
         inside = token + o_n <= tl.max(own, 0)  # unused rows may hold NaN
         ks = tl.where(inside, ks, 0.0)
@@ -182,11 +196,13 @@ def quantized_tile(
 
 
 @triton.jit
-def load_query_plane(p_row, o_w, m_row, PLANE: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Plane PLANE of the query rows that ``p_row`` [R] points at, [W, R] in the query's dtype."""
+def load_query_plane(
+    query, o_row, o_w, m_row, PLANE: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Plane PLANE of the query rows at offsets ``o_row`` [R], [W, R] in the query's dtype."""
     dim = plane_dim(o_w, PLANE, PLANES, BLOCK)
     mask = (o_w < D // PLANES)[:, None] & m_row[None, :]
-    return tl.load(p_row[None, :] + dim[:, None], mask=mask, other=0.0)
+    return tl.load(query + (o_row[None, :] + dim[:, None]), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -218,16 +234,16 @@ def rotate_planes(x0, x1, x2, x3, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: 
 
 @triton.jit
 def load_query(
-    p_row, p_scale, o_w, m_row,
+    query, o_row, p_scale, o_w, m_row,
     D: tl.constexpr, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
     ROTATE: tl.constexpr, HAS_SCALE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Query planes, float32 [W, R], in the space of the stored keys; planes 2 and 3 repeat plane 0 when PLANES is 2."""
-    x0 = load_query_plane(p_row, o_w, m_row, 0, PLANES, D, BLOCK).to(tl.float32)
-    x1 = load_query_plane(p_row, o_w, m_row, 1, PLANES, D, BLOCK).to(tl.float32)
+    x0 = load_query_plane(query, o_row, o_w, m_row, 0, PLANES, D, BLOCK).to(tl.float32)
+    x1 = load_query_plane(query, o_row, o_w, m_row, 1, PLANES, D, BLOCK).to(tl.float32)
     if PLANES == 4:
-        x2 = load_query_plane(p_row, o_w, m_row, 2, PLANES, D, BLOCK).to(tl.float32)
-        x3 = load_query_plane(p_row, o_w, m_row, 3, PLANES, D, BLOCK).to(tl.float32)
+        x2 = load_query_plane(query, o_row, o_w, m_row, 2, PLANES, D, BLOCK).to(tl.float32)
+        x3 = load_query_plane(query, o_row, o_w, m_row, 3, PLANES, D, BLOCK).to(tl.float32)
     else:
         x2, x3 = x0, x1
     if HAS_SCALE:
@@ -301,16 +317,16 @@ def hot_tile(
 
 @triton.jit
 def store_planes(
-    p_row, x0, x1, x2, x3, o_w, m_row, D: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr
+    out, o_row, x0, x1, x2, x3, o_w, m_row, D: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Store planes [W, R] at the rows ``p_row`` [R], in the pointer's dtype."""
+    """Store planes [W, R] at the rows ``out + o_row`` [R], in the dtype of ``out``."""
     mask = (o_w < D // PLANES)[:, None] & m_row[None, :]
-    p = p_row[None, :]
-    tl.store(p + plane_dim(o_w, 0, PLANES, BLOCK)[:, None], x0.to(p_row.dtype.element_ty), mask=mask)
-    tl.store(p + plane_dim(o_w, 1, PLANES, BLOCK)[:, None], x1.to(p_row.dtype.element_ty), mask=mask)
+    o = o_row[None, :]
+    tl.store(out + (o + plane_dim(o_w, 0, PLANES, BLOCK)[:, None]), x0.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + (o + plane_dim(o_w, 1, PLANES, BLOCK)[:, None]), x1.to(out.dtype.element_ty), mask=mask)
     if PLANES == 4:
-        tl.store(p + plane_dim(o_w, 2, PLANES, BLOCK)[:, None], x2.to(p_row.dtype.element_ty), mask=mask)
-        tl.store(p + plane_dim(o_w, 3, PLANES, BLOCK)[:, None], x3.to(p_row.dtype.element_ty), mask=mask)
+        tl.store(out + (o + plane_dim(o_w, 2, PLANES, BLOCK)[:, None]), x2.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + (o + plane_dim(o_w, 3, PLANES, BLOCK)[:, None]), x3.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -327,11 +343,14 @@ def decode_kernel(
     WK: tl.constexpr, WV: tl.constexpr, HOT_N: tl.constexpr,
     HAS_SCALE: tl.constexpr, PAIRS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_HOT: tl.constexpr,
     HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, COST: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads x row blocks, work items). See kernels/schedule.py for items, seq_info and the page lists."""
     KP: tl.constexpr = 16 // K_BITS
     VP: tl.constexpr = 16 // V_BITS
+    K_SCALE: tl.constexpr = 2 if K_SYM else 4
+    V_SCALE: tl.constexpr = 2 if V_SYM else 4
+    EDGE_N: tl.constexpr = 16
     MAX_PAIRS: tl.constexpr = D // 2
     i_head = tl.program_id(0) % HEADS_KV
     i_block = tl.program_id(0) // HEADS_KV
@@ -340,25 +359,26 @@ def decode_kernel(
     if i_seq < 0:
         return
     i_part = tl.load(items + 2 * i_item + 1)
-    p_info = seq_info + 4 * i_seq
-    first_page = tl.load(p_info)
-    num_cold = tl.load(p_info + 1)
-    num_hot = tl.load(p_info + 2)
-    parts = tl.load(p_info + 3)
+    p_info = seq_info + INFO * i_seq
+    parts = tl.load(p_info)
+    first_page = tl.load(p_info + 2)
+    num_cold = tl.load(p_info + 3)
+    num_hot = tl.load(p_info + 4)
+    full_lo = tl.load(p_info + 5)  # list entries [full_lo, full_hi) are whole in the sight of every row
+    full_hi = tl.load(p_info + 6)
     seq_len = tl.load(seq_lens + i_seq)
 
     o_r = i_block * R + tl.arange(0, R)  # rows: query token major, head of the group minor
     m_r = o_r < rows
     own = tl.where(m_r, seq_len - q_len + o_r // GROUP, -1)  # index of the row's own token
-    p_q = (
-        query + i_seq.to(tl.int64) * stride_q_seq + (o_r // GROUP) * stride_q_tok
-        + (i_head * GROUP + o_r % GROUP) * stride_q_head
-    )  # fmt: skip
+    query += i_seq.to(tl.int64) * stride_q_seq
+    o_head = i_head * GROUP + o_r % GROUP
+    o_q = (o_r // GROUP) * stride_q_tok + o_head * stride_q_head  # within a sequence 32 bits are enough
     o_k = tl.arange(0, WK)
     o_v = tl.arange(0, WV)
 
     x0, x1, x2, x3 = load_query(
-        p_q, dim_scale + i_head * D, o_k, m_r, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM
+        query, o_q, dim_scale + i_head * D, o_k, m_r, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM
     )  # fmt: skip
     top = tl.maximum(tl.max(tl.max(tl.abs(x0), 1), 0), tl.max(tl.max(tl.abs(x1), 1), 0))
     if KP == 4:
@@ -392,8 +412,8 @@ def decode_kernel(
         d_b = tl.load(pair_dim + 2 * o_pair + 1)
         mu_a = tl.load(pair_mu + i_head * 2 * PAIRS + o_p)[:, None]
         mu_b = tl.load(pair_mu + i_head * 2 * PAIRS + PAIRS + o_p)[:, None]
-        q_a = tl.load(p_q[None, :] + d_a[:, None], mask=m_r[None, :], other=0.0).to(tl.float32) / top
-        q_b = tl.load(p_q[None, :] + d_b[:, None], mask=m_r[None, :], other=0.0).to(tl.float32) / top
+        q_a = tl.load(query + (o_q[None, :] + d_a[:, None]), mask=m_r[None, :], other=0.0).to(tl.float32) / top
+        q_b = tl.load(query + (o_q[None, :] + d_b[:, None]), mask=m_r[None, :], other=0.0).to(tl.float32) / top
         c_cos = q_a * mu_a + q_b * mu_b  # [PAIRS, R]
         c_sin = q_b * mu_a - q_a * mu_b
         if HAS_SHIFT:
@@ -406,7 +426,8 @@ def decode_kernel(
             t_sin = (f_sin * n_cos + f_cos * n_sin)[:, None]
             t_sin = tl.where(shift < 0, -t_sin, t_sin)
             c_cos, c_sin = c_cos * t_cos + c_sin * t_sin, c_sin * t_cos - c_cos * t_sin
-        p_in = inner + i_head * (4 * N * PAIRS) + o_n[:, None] * (2 * PAIRS) + o_p[None, :]
+        p_inner = inner + i_head * (4 * N * PAIRS)
+        p_in = p_inner + o_n[:, None] * (2 * PAIRS) + o_p[None, :]
         i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [N, PAIRS] fp16; loaded as they are, so that they stay
         j_cos, j_sin = tl.load(p_in + 2 * N * PAIRS), tl.load(p_in + 2 * N * PAIRS + PAIRS)  # in shared memory
         p_turn = far + o_pair
@@ -421,71 +442,68 @@ def decode_kernel(
     m = tl.full([R], -1.0e29, tl.float32)  # above NEG, so that a tile with nothing seen adds nothing
     l = tl.zeros([R], tl.float32)
 
-    lo = first_page + num_cold * i_part // parts
-    hi = first_page + num_cold * (i_part + 1) // parts
+    # the parts of a sequence share its cost evenly, counted from its hot pages on
+    cost = num_cold
+    hot_cost = 0
+    if HAS_HOT:
+        hot_cost = COST * num_hot
+        cost += hot_cost
+    cost_lo = cost * i_part // parts
+    cost_hi = cost * (i_part + 1) // parts
+    lo = first_page + tl.maximum(cost_lo - hot_cost, 0)
+    hi = first_page + tl.maximum(cost_hi - hot_cost, 0)
     p_list = page_list + i_seq.to(tl.int64) * stride_list
     p_index = page_index + i_seq.to(tl.int64) * stride_list
-    # pages whole in the sight of every row need no mask; at most two at either end of an item are not
-    full_lo = 0
-    if WINDOW:
-        full_lo = tl.cdiv(tl.maximum(seq_len - window, 0), N)
-    full_hi = tl.maximum(seq_len - q_len + 1, 0) // N
-    start = lo
-    stop = hi
-    for _ in tl.static_range(2):
-        if start < stop:
-            if HAS_HOT:
-                index = tl.load(p_index + start)
-            else:
-                index = start
-            start += (index < full_lo).to(tl.int32)
-        if start < stop:
-            if HAS_HOT:
-                index = tl.load(p_index + stop - 1)
-            else:
-                index = stop - 1
-            stop -= (index >= full_hi).to(tl.int32)
-
-    for i in tl.range(lo, hi - (stop - start), num_stages=1):
-        j = tl.where(i < start, i, i + (stop - start))
-        page = tl.load(p_list + j).to(tl.int64)
-        if HAS_HOT:
-            index = tl.load(p_index + j)
+    # pages that not every row sees whole, at either end of the list, go in masked steps of EDGE_N tokens
+    start = tl.minimum(tl.maximum(full_lo, lo), hi)
+    stop = tl.minimum(tl.maximum(full_hi, start), hi)
+    STEPS: tl.constexpr = N // EDGE_N
+    for step in tl.range(lo * STEPS, (hi - (stop - start)) * STEPS, num_stages=1):
+        i = step // STEPS
+        i += tl.where(i < start, 0, stop - start)
+        row = (step % STEPS) * EDGE_N
+        index = page_index_of(i, p_index, HAS_HOT)
+        p_page = pages + tl.load(p_list + i).to(tl.int64) * stride_page + i_head * head_bytes
+        if PAIRS > 0:
+            p_edge = p_inner + (row + tl.arange(0, EDGE_N))[:, None] * (2 * PAIRS) + o_p[None, :]
+            e_cos, e_sin = tl.load(p_edge), tl.load(p_edge + PAIRS)
+            f_cos, f_sin = tl.load(p_edge + 2 * N * PAIRS), tl.load(p_edge + 2 * N * PAIRS + PAIRS)
         else:
-            index = j
-        a0, a1, a2, a3, m, l = quantized_tile(
-            q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
-            pages + page * stride_page + i_head * head_bytes, v_codes, k_scales, v_scales,
-            c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn + index * (2 * MAX_PAIRS),
-            index * N, own, window, cap,
-            D, N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, ASM,
-        )  # fmt: skip
+            e_cos, e_sin, f_cos, f_sin = i_cos, i_sin, j_cos, j_sin
+        if index * N + row < seq_len:
+            a0, a1, a2, a3, m, l = quantized_tile(
+                q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
+                p_page + row * (D * K_BITS // 8), p_page + v_codes + row * (D * V_BITS // 8),
+                p_page + k_scales + row * K_SCALE, p_page + v_scales + row * V_SCALE,
+                c_cos, c_sin, e_cos, e_sin, f_cos, f_sin, p_turn + index * (2 * MAX_PAIRS),
+                index * N + row, own, window, cap,
+                D, EDGE_N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, ASM,
+            )  # fmt: skip
     for i in tl.range(start, stop, num_stages=STAGES):
-        page = tl.load(p_list + i).to(tl.int64)
-        if PAIRS > 0 and HAS_HOT:
-            index = tl.load(p_index + i)
-        else:
-            index = i
+        p_page = pages + tl.load(p_list + i).to(tl.int64) * stride_page + i_head * head_bytes
+        index = 0
+        if PAIRS > 0:
+            index = page_index_of(i, p_index, HAS_HOT)
         a0, a1, a2, a3, m, l = quantized_tile(
             q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
-            pages + page * stride_page + i_head * head_bytes, v_codes, k_scales, v_scales,
+            p_page, p_page + v_codes, p_page + k_scales, p_page + v_scales,
             c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn + index * (2 * MAX_PAIRS),
-            index * N, own, window, cap,
+            0, own, window, cap,
             D, N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, False, False, SOFTCAP, ASM,
         )  # fmt: skip
     if V_ROTATE:
         a0, a1, a2, a3 = rotate_planes(a0, a1, a2, a3, WV, VP, BLOCK, NORM)
 
     if HAS_HOT:
-        h_lo = num_hot * i_part // parts
-        h_hi = num_hot * (i_part + 1) // parts
+        h_lo = tl.minimum(tl.cdiv(cost_lo, COST), num_hot)
+        h_hi = tl.minimum(tl.cdiv(cost_hi, COST), num_hot)
         if h_hi > h_lo:
             UPCAST: tl.constexpr = not ASM  # the interpreter multiplies bf16 wrongly
-            r0 = load_query_plane(p_q, o_v, m_r, 0, VP, D, BLOCK)
-            r1 = load_query_plane(p_q, o_v, m_r, 1, VP, D, BLOCK)
+            r0 = load_query_plane(query, o_q, o_v, m_r, 0, VP, D, BLOCK)
+            r1 = load_query_plane(query, o_q, o_v, m_r, 1, VP, D, BLOCK)
             if VP == 4:
-                r2 = load_query_plane(p_q, o_v, m_r, 2, VP, D, BLOCK)
-                r3 = load_query_plane(p_q, o_v, m_r, 3, VP, D, BLOCK)
+                r2 = load_query_plane(query, o_q, o_v, m_r, 2, VP, D, BLOCK)
+                r3 = load_query_plane(query, o_q, o_v, m_r, 3, VP, D, BLOCK)
             else:
                 r2, r3 = r0, r1
             if UPCAST:
@@ -496,7 +514,7 @@ def decode_kernel(
             TILES: tl.constexpr = N // HOT_N
             p_hot = hot_list + i_seq.to(tl.int64) * stride_hot
             p_hot_index = hot_index + i_seq.to(tl.int64) * stride_hot
-            for i in tl.range(h_lo * TILES, h_hi * TILES, num_stages=2):
+            for i in tl.range(h_lo * TILES, h_hi * TILES, num_stages=HOT_STAGES):
                 slot = tl.load(p_hot + i // TILES).to(tl.int64)
                 row = (i % TILES) * HOT_N
                 token = tl.load(p_hot_index + i // TILES) * N + row
@@ -507,32 +525,31 @@ def decode_kernel(
                     D, HOT_N, WV, VP, BLOCK, WINDOW, SOFTCAP, UPCAST,
                 )  # fmt: skip
 
-    if parts == 1:
-        o_head = i_head * GROUP + o_r % GROUP
-        if HAS_SINKS:
+    if HAS_SINKS:
+        if parts == 1:
             sink = tl.load(sinks + o_head, mask=m_r, other=0.0).to(tl.float32) * 1.4426950408889634
             m_new = tl.maximum(m, sink - HEADROOM)
             a = tl.exp2(m - m_new)
             l = l * a + tl.exp2(sink - m_new)
             m = m_new
             a0, a1, a2, a3 = a0 * a[None, :], a1 * a[None, :], a2 * a[None, :], a3 * a[None, :]
-        inv = (1.0 / tl.where(l > 0.0, l, 1.0))[None, :]
-        p_o = (
-            out + i_seq.to(tl.int64) * stride_o_seq + (o_r // GROUP) * stride_o_tok + o_head * stride_o_head
-        )  # fmt: skip
-        store_planes(p_o, a0 * inv, a1 * inv, a2 * inv, a3 * inv, o_v, m_r, D, VP, BLOCK)
+    inv = (1.0 / tl.where(l > 0.0, l, 1.0))[None, :]
+    a0, a1, a2, a3 = a0 * inv, a1 * inv, a2 * inv, a3 * inv
+    if parts == 1:
+        p_o = out + i_seq.to(tl.int64) * stride_o_seq
+        store_planes(p_o, (o_r // GROUP) * stride_o_tok + o_head * stride_o_head, a0, a1, a2, a3, o_v, m_r, D, VP, BLOCK)
         natural = tl.where(l > 0.0, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))
-        tl.store(lse + (i_seq.to(tl.int64) * q_len + o_r // GROUP) * (HEADS_KV * GROUP) + o_head, natural, mask=m_r)
+        p_lse = lse + i_seq.to(tl.int64) * q_len * (HEADS_KV * GROUP)
+        tl.store(p_lse + (o_r // GROUP) * (HEADS_KV * GROUP) + o_head, natural, mask=m_r)
     else:
-        inv = (1.0 / tl.where(l > 0.0, l, 1.0))[None, :]
-        o_part = (i_item.to(tl.int64) * HEADS_KV + i_head) * rows + o_r
-        store_planes(part_out + o_part * D, a0 * inv, a1 * inv, a2 * inv, a3 * inv, o_v, m_r, D, VP, BLOCK)
-        tl.store(part_lse + o_part, tl.where(l > 0.0, m + tl.log2(l), NEG), mask=m_r)
+        i_part_row = (i_item.to(tl.int64) * HEADS_KV + i_head) * rows
+        store_planes(part_out + i_part_row * D, o_r * D, a0, a1, a2, a3, o_v, m_r, D, VP, BLOCK)
+        tl.store(part_lse + i_part_row + o_r, tl.where(l > 0.0, m + tl.log2(l), NEG), mask=m_r)
 
 
 @triton.jit
 def merge_kernel(
-    out, lse, part_out, part_lse, items_first, seq_info, sinks,
+    out, lse, part_out, part_lse, seq_info, sinks,
     stride_o_seq, stride_o_tok, stride_o_head, q_len, rows,
     HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -544,7 +561,7 @@ def merge_kernel(
     i_row = tl.program_id(0) % rows
     i_head = tl.program_id(0) // rows
     i_seq = tl.program_id(1)
-    parts = tl.load(seq_info + 4 * i_seq + 3)
+    parts = tl.load(seq_info + INFO * i_seq)
     if parts == 1:
         return
     o_s = tl.arange(0, S)
@@ -556,7 +573,7 @@ def merge_kernel(
     if HAS_SINKS:
         m = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         l = 1.0
-    first = tl.load(items_first + i_seq).to(tl.int64)
+    first = tl.load(seq_info + INFO * i_seq + 1).to(tl.int64)
     for s in range(0, parts, S):
         o_part = ((first + s + o_s) * HEADS_KV + i_head) * rows + i_row
         b_lse = tl.load(part_lse + o_part, mask=s + o_s < parts, other=NEG)  # [S]
@@ -623,13 +640,13 @@ def decode(
         pages.stride(0), page_list.stride(0), plan.hot_list.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         scale, plan.sliding_window or 0, softcap or 0.0, plan.q_len, plan.rows,
-        **meta, STAGES=config.num_stages, ASM=USE_ASM, num_warps=config.num_warps,
+        **meta, STAGES=config.num_stages, HOT_STAGES=3, COST=HOT_COST, ASM=USE_ASM, num_warps=config.num_warps,
     )  # fmt: skip
     merge_kernel[(plan.rows * kv_heads, query.shape[0])](
-        out, lse, plan.part_out, plan.part_lse, plan.items_first, plan.seq_info, empty if sinks is None else sinks,
+        out, lse, plan.part_out, plan.part_lse, plan.seq_info, empty if sinks is None else sinks,
         out.stride(0), out.stride(1), out.stride(2), plan.q_len, plan.rows,
-        HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, DP=next_pow2(layout.head_dim), S=16,
-        HAS_SINKS=sinks is not None, num_warps=2,
+        HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, DP=next_pow2(layout.head_dim), S=16 if plan.max_items < 64 else 64,
+        HAS_SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ def compile_kernel(
     aligned: tuple[str, ...] = (),
     num_warps: int = 4,
     num_stages: int = 3,
+    maxnreg: int | None = None,
 ) -> Compiled:
     """Compile a ``triton.jit`` kernel for compute capability ``capability`` (89 for 8.9).
 
@@ -53,9 +54,8 @@ def compile_kernel(
     signature = {name: "constexpr" if name in constants else args[name] for name in kernel.arg_names}
     attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
-    binary = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=num_warps, num_stages=num_stages)
-    )
+    options = dict(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(binary.asm["cubin"])
         f.flush()

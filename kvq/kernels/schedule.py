@@ -4,11 +4,11 @@ Run once a step, for all layers. An item is (sequence, part); a sequence of ``n`
 parts of equal size, chunk being the smallest for which the batch has at most ``target`` items (a binary search every
 program repeats). A hot page costs HOT_COST quantized pages. Arrays, all int32, -1 marks an unused item:
 
-    items       [max_items, 2]   sequence, part
-    items_first [num_seqs]       first item of a sequence
-    seq_info    [num_seqs, 4]    first page in its list, quantized pages, hot pages, parts
-    page_list, page_index, hot_list, hot_index [num_seqs, max_pages]    only where pages are hot: physical page (or
-                                 hot slot) and index in the sequence; otherwise the block table is the list
+    items     [max_items, 2]         sequence, part
+    seq_info  [num_seqs, SEQ_INFO]   parts, first item, first list entry, quantized pages, hot pages, and the range of
+                                     list entries whose pages every row sees whole
+    page_list, page_index, hot_list, hot_index [num_seqs, max_pages]    only where pages may be hot: physical page (or
+                                     hot slot) and index in the sequence; otherwise the block table is the list
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.device import next_pow2
-from kvq.plan import HOT_COST, DecodePlan
+from kvq.plan import HOT_COST, SEQ_INFO, DecodePlan
 from kvq.reference import HotPool
+
+INFO = tl.constexpr(SEQ_INFO)
 
 
 @triton.jit
@@ -33,14 +35,27 @@ def page_range(seq_len, q_len, window, N: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def full_range(seq_len, q_len, window, N: tl.constexpr, WINDOW: tl.constexpr):
+    """Pages [lo, hi) that every one of the last q_len tokens sees whole."""
+    hi = tl.maximum(seq_len - q_len + 1, 0) // N
+    lo = hi * 0
+    if WINDOW:
+        lo = tl.cdiv(tl.maximum(seq_len - window, 0), N)
+    return lo, hi
+
+
+@triton.jit
 def compact_kernel(
     block_tables, seq_lens, slot_of_page, page_list, page_index, hot_list, hot_index, counts,
     stride_table, stride_list, q_len, window, N: tl.constexpr, WINDOW: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Grid (sequences): lists the quantized and the hot pages of a sequence, in order. counts int32 [num_seqs, 2]."""
+    """Grid (sequences): lists the quantized and the hot pages of a sequence, in order. counts int32 [num_seqs, 4]: both, and where the
+    pages that every row sees whole start and stop in the first list."""
     i_seq = tl.program_id(0).to(tl.int64)
-    lo, hi = page_range(tl.load(seq_lens + i_seq), q_len, window, N, WINDOW)
-    cold, hot = 0, 0
+    seq_len = tl.load(seq_lens + i_seq)
+    lo, hi = page_range(seq_len, q_len, window, N, WINDOW)
+    full_lo, full_hi = full_range(seq_len, q_len, window, N, WINDOW)
+    cold, hot, before_lo, before_hi = 0, 0, 0, 0
     for start in range(lo, hi, B):
         o = start + tl.arange(0, B)
         inside = o < hi
@@ -56,13 +71,17 @@ def compact_kernel(
         tl.store(hot_index + o_hot, o, mask=is_hot > 0)
         cold += tl.sum(is_cold, 0)
         hot += tl.sum(is_hot, 0)
-    tl.store(counts + 2 * i_seq, cold)
-    tl.store(counts + 2 * i_seq + 1, hot)
+        before_lo += tl.sum(tl.where(o < full_lo, is_cold, 0), 0)
+        before_hi += tl.sum(tl.where(o < full_hi, is_cold, 0), 0)
+    tl.store(counts + 4 * i_seq, cold)
+    tl.store(counts + 4 * i_seq + 1, hot)
+    tl.store(counts + 4 * i_seq + 2, before_lo)
+    tl.store(counts + 4 * i_seq + 3, before_hi)
 
 
 @triton.jit
 def schedule_kernel(
-    seq_lens, counts, items, items_first, seq_info, num_seqs, max_items, target, min_chunk, q_len, window,
+    seq_lens, counts, items, seq_info, num_seqs, max_items, target, min_chunk, q_len, window,
     N: tl.constexpr, WINDOW: tl.constexpr, HAS_HOT: tl.constexpr, COST: tl.constexpr, B: tl.constexpr,
     I: tl.constexpr,
 ):  # fmt: skip
@@ -72,9 +91,8 @@ def schedule_kernel(
     inside = o_b < num_seqs
     lo, hi = page_range(tl.load(seq_lens + o_b, mask=inside, other=0), q_len, window, N, WINDOW)
     if HAS_HOT:
-        cold = tl.load(counts + 2 * o_b, mask=inside, other=0)
-        hot = tl.load(counts + 2 * o_b + 1, mask=inside, other=0)
-        lo = lo * 0
+        cold = tl.load(counts + 4 * o_b, mask=inside, other=0)
+        hot = tl.load(counts + 4 * o_b + 1, mask=inside, other=0)
     else:
         cold = tl.where(inside, hi - lo, 0)
         hot = cold * 0
@@ -91,11 +109,24 @@ def schedule_kernel(
     own = o_b == i_seq
     mine = tl.sum(tl.where(own, parts, 0), 0)
     first = tl.sum(tl.where(o_b < i_seq, parts, 0), 0)
-    tl.store(items_first + i_seq, first)
-    tl.store(seq_info + 4 * i_seq, tl.sum(tl.where(own, lo, 0), 0))
-    tl.store(seq_info + 4 * i_seq + 1, tl.sum(tl.where(own, cold, 0), 0))
-    tl.store(seq_info + 4 * i_seq + 2, tl.sum(tl.where(own, hot, 0), 0))
-    tl.store(seq_info + 4 * i_seq + 3, mine)
+    own_len = tl.load(seq_lens + i_seq)
+    own_lo, own_hi = page_range(own_len, q_len, window, N, WINDOW)
+    full_lo, full_hi = full_range(own_len, q_len, window, N, WINDOW)
+    own_hot = 0
+    if HAS_HOT:
+        own_lo = 0
+        own_hi = tl.load(counts + 4 * i_seq)
+        own_hot = tl.load(counts + 4 * i_seq + 1)
+        full_lo = tl.load(counts + 4 * i_seq + 2)
+        full_hi = tl.load(counts + 4 * i_seq + 3)
+    p_info = seq_info + INFO * i_seq
+    tl.store(p_info, mine)
+    tl.store(p_info + 1, first)
+    tl.store(p_info + 2, own_lo)
+    tl.store(p_info + 3, own_hi - own_lo)
+    tl.store(p_info + 4, own_hot)
+    tl.store(p_info + 5, full_lo)
+    tl.store(p_info + 6, full_hi)
     for start in range(0, mine, I):
         o = start + tl.arange(0, I)
         tl.store(items + 2 * (first + o), i_seq, mask=o < mine)
@@ -117,7 +148,7 @@ def schedule(plan: DecodePlan, block_tables: torch.Tensor, seq_lens: torch.Tenso
             N=page_size, WINDOW=window is not None, B=min(1024, max(32, next_pow2(plan.max_pages))), num_warps=4,
         )  # fmt: skip
     schedule_kernel[(num_seqs,)](
-        seq_lens, plan.counts, plan.items, plan.items_first, plan.seq_info, num_seqs, plan.max_items, plan.target,
+        seq_lens, plan.counts, plan.items, plan.seq_info, num_seqs, plan.max_items, plan.target,
         plan.config.min_chunk, q_len, window or 0, N=page_size, WINDOW=window is not None, HAS_HOT=hot is not None,
         COST=HOT_COST, B=next_pow2(num_seqs), I=128, num_warps=4,
     )  # fmt: skip
