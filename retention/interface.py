@@ -5,6 +5,7 @@ block: it hands out leases, the scheduler remembers which blocks a lease stands 
 prompt first), and lets go of the tail when the policy names the lease as a `Victim`.
 
     add_request          turn_arrived(TurnArrived)     -> Arrival       order in the waiting queue
+    before it starts     admits(id)                    -> bool          False: leave it in the queue for now
     first allocation     turn_started(id, cached)      -> victims       the request holds the blocks now
     blocks are freed     turn_finished(TurnFinished)   -> Pin           lease, seconds, soft or hard, victims
     allocation is short  blocks_needed(Demand)         -> victims       in the order to give up

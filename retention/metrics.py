@@ -11,6 +11,7 @@ METRICS = {
     "kvq_pinned_blocks": ("gauge", "", "blocks retained by leases"),
     "kvq_budget_blocks": ("gauge", "", "blocks that leases may hold"),
     "kvq_programs": ("gauge", "", "programs known"),
+    "kvq_expected_blocks": ("gauge", "", "blocks that programs under way are expected to need, for admission"),
     "kvq_memory_price": ("gauge", "", "price of a block, seconds of waiting per block-second"),
     "kvq_guardrail_off": ("gauge", "", "1 while the guardrail has retention switched off"),
     "kvq_pins_total": ("counter", "", "leases granted"),

@@ -93,6 +93,7 @@ class Policy:
         self._events = events
         self._requests: dict[str, _Request] = {}
         self._tick_at: float | None = None
+        self._idle = False  # nothing ran at the last tick
 
     def turn_arrived(self, turn: TurnArrived) -> Arrival:
         """The program is back: learn how long its tool took, protect its lease while it waits, queue the turn."""
@@ -104,8 +105,10 @@ class Policy:
         program = None if turn.program is None else self._programs.touch(turn.program, now)
         request = self._requests[turn.request_id] = _Request(turn, program, now)
         if program is None:
-            return Arrival(self.rule.order(None, False, now))
+            return Arrival(self._order(None, False, now))
         program.live += 1
+        if self.rule.admission is not None and program.turns:
+            self.rule.admission.busy(program.key, turn.prompt_tokens / self._block_tokens)
         if program.finished_at is not None:
             request.waited_s = now - program.finished_at
             self._returned(program, request.waited_s)
@@ -113,7 +116,20 @@ class Policy:
         if lease is not None:
             self.pins.claim(lease, now)
             request.lease_id = lease.id
-        return Arrival(self.rule.order(program, lease is not None, now), request.lease_id, request.waited_s)
+        return Arrival(self._order(program, lease is not None, now), request.lease_id, request.waited_s)
+
+    def admits(self, request_id: str) -> bool:
+        """May this request start, as far as memory is concerned? Ask before its first allocation, at every step. False
+        only for first turns of programs, and for no longer than the rule's `hold_s` after their arrival.
+        """
+        admission, request = self.rule.admission, self._requests.get(request_id)
+        if admission is None or request is None or request.program is None:
+            return True
+        if request.started or request.program.turns or self._idle or self._off:
+            return True
+        now = self._now()
+        need = request.turn.prompt_tokens / self._block_tokens
+        return now - request.arrived >= admission.hold_s or admission.admits(need, self.pins.total_blocks, now)
 
     def turn_started(self, request_id: str, cached_tokens: int) -> tuple[Victim, ...]:
         """The request got its blocks, `cached_tokens` of them by prefix hit. The lease it used is done (its blocks are
@@ -130,6 +146,8 @@ class Policy:
         program = request.program
         if program is None:
             return ()
+        if self.rule.admission is not None and not program.turns:
+            self.rule.admission.busy(program.key, request.turn.prompt_tokens / self._block_tokens)
         lease = self.pins.get(request.lease_id)
         if request.waited_s is not None:
             self.rule.queued(now - request.arrived, lease is not None)
@@ -174,6 +192,9 @@ class Policy:
         self._unclaim(request, now)
         hints = turn.hints or request.hints
         aborted = turn.finish in ("abort", "error") and not hints.tool_pending
+        admission = self.rule.admission
+        if admission is not None and program.live == 0:
+            admission.gone(program.key)
         if hints.release:
             return Pin(None, reason="released", victims=self.release(program.key))
         if aborted:
@@ -185,6 +206,11 @@ class Policy:
         program.record = None
         program.calls = _known_calls(turn.tool_calls, hints)
         program.predicted_s = self.rule.predictor.curve(program.calls).median()
+        if admission is not None and program.live == 0 and turn.blocks > 0:
+            pool_s = self.rule.cost.saved_seconds(turn.tokens) / turn.blocks * self.pins.total_blocks
+            wait = self.rule.predictor.curve(program.calls)
+            horizon_s = admission.horizon_s(pool_s)
+            admission.paused(program.key, turn.blocks, turn.shared_blocks, wait, horizon_s, now)
         return self._retain(program, turn, hints, now)
 
     def blocks_needed(self, demand: Demand) -> tuple[Victim, ...]:
@@ -213,6 +239,7 @@ class Policy:
         for name in ("free_blocks", "waiting_requests", "waiting_blocks", "running_requests"):
             _check(name, getattr(pool, name))
         now = self._now()
+        self._idle = pool.running_requests == 0
         if pool.total_blocks != self.pins.total_blocks:
             self.pins.resize(pool.total_blocks)
             if self._shadow is not None:
@@ -242,6 +269,8 @@ class Policy:
             self._shadow.finish(request.sampled, request.sampled)
         if request.program is not None:
             request.program.live -= 1
+            if self.rule.admission is not None and request.program.live == 0:
+                self.rule.admission.gone(request.program.key)
             self._unclaim(request, self._now())
 
     def tool_called(
@@ -299,6 +328,7 @@ class Policy:
         self.metrics.set("kvq_pinned_blocks", self.pins.used)
         self.metrics.set("kvq_budget_blocks", self.pins.budget_blocks)
         self.metrics.set("kvq_programs", len(self._programs))
+        self.metrics.set("kvq_expected_blocks", self.rule.admission.charged if self.rule.admission else 0.0)
         self.metrics.set("kvq_memory_price", self.rule.price.per_block)
         self.metrics.set("kvq_guardrail_off", float(self._guardrail is not None and self._guardrail.off))
         if self._events is not None:
@@ -307,6 +337,13 @@ class Policy:
     def state(self) -> dict[str, object]:
         """What was learned (tool times, prefill cost), JSON-able, for `make_policy(state=...)` after a restart."""
         return {"predictor": self.rule.predictor.state(), "cost": self.rule.cost.state()}
+
+    @property
+    def _off(self) -> bool:
+        return self._guardrail is not None and self._guardrail.off
+
+    def _order(self, program: Program | None, retained: bool, now: float) -> tuple[int, float]:
+        return (0, now) if self._off else self.rule.order(program, retained, now)
 
     def _now(self) -> float:
         """The clock, which never goes backwards here."""
@@ -333,7 +370,7 @@ class Policy:
             self.pins.unclaim(lease, now)
 
     def _retain(self, program: Program, turn: TurnFinished, hints: Hints, now: float) -> Pin:
-        if self._guardrail is not None and self._guardrail.off:
+        if self._off:
             return self._reject("guardrail")
         if turn.blocks == 0:
             return self._reject("nothing_cached")
@@ -406,6 +443,8 @@ class Policy:
 
     def _forget(self, program: Program, now: float, reason: str) -> list[Victim]:
         """The program will not return: what it waited for is censored, its lease ends."""
+        if self.rule.admission is not None and program.live == 0:
+            self.rule.admission.gone(program.key)
         self._censor(program, now)
         program.finished_at = program.record = None
         self.rule.ended(program.turns)

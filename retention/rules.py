@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 
+from retention.admission import Admission
 from retention.cost import MemoryPrice, PrefillCost
 from retention.hints import NEUTRAL_PRIORITY
 from retention.pins import Lease, Rank
@@ -18,7 +19,7 @@ class Rule:
     """Base of the rules: retains nothing and serves first come, first served.
 
     retains: it ever keeps anything. hard: leases hold references by default. keep_fraction: see `PinManager`. review:
-    the ttl of a lease is decided anew while the tool runs. A rule knows what has happened, through these hooks, and
+    the ttl of a lease is decided anew while the tool runs. admission: None lets every program start. A rule knows what has happened, through these hooks, and
     nothing of what will.
     """
 
@@ -27,6 +28,7 @@ class Rule:
     hard = False
     keep_fraction = 0.25
     review = False
+    admission: Admission | None = None
 
     def __init__(self) -> None:
         self.predictor = TTLPredictor()
@@ -226,22 +228,30 @@ class Value(Rule):
 
     (hit density, as in LHD, Beckmann et al., NSDI '18).
 
-    boost_s: a return whose KV is retained may pass requests that arrived up to so many seconds before it; no request is
-    ever passed by later ones for longer than that. max_ttl_s bounds the whole wait. samples, window: see
-    `TTLPredictor`.
+    New programs start as `Admission` allows (overcommit, horizon, hold_s; overcommit 0: all at once). The queue is first
+    come, first served for requests without a program and for returns that still have a lease. They pass, but for no
+    longer than `recompute_s`, returns that have to be computed again, of which the oldest program goes first; and
+    first turns, for no longer than `hold_s`.
+
+    max_ttl_s bounds the whole wait. samples, window: see `TTLPredictor`.
     """
 
     name = "value"
     review = True
 
     def __init__(
-        self, max_ttl_s: float = 1800.0, slack: float = 1.1, boost_s: float = 0.0, samples: int = 8, window: int = 128
-    ) -> None:
+        self, max_ttl_s: float = 1800.0, slack: float = 1.1, overcommit: float = 1.0, horizon: float = 3.0,
+        hold_s: float = 300.0, recompute_s: float = 100.0, samples: int = 8, window: int = 128,
+    ) -> None:  # fmt: skip
         super().__init__()
-        for name, value, low in (("max_ttl_s", max_ttl_s, 0.0), ("slack", slack, 1.0), ("boost_s", boost_s, 0.0)):
+        for name, value, low in (
+            ("max_ttl_s", max_ttl_s, 0.0), ("slack", slack, 1.0), ("recompute_s", recompute_s, 0.0),
+            ("hold_s", hold_s, 0.0), ("overcommit", overcommit, 0.0),
+        ):  # fmt: skip
             if not low <= value < math.inf:
                 raise ValueError(f"{name} must be finite and at least {low:g}, got {value}")
-        self._max_ttl_s, self._slack, self._boost_s = max_ttl_s, slack, boost_s
+        self._max_ttl_s, self._slack, self._recompute_s, self._hold_s = max_ttl_s, slack, recompute_s, hold_s
+        self.admission = Admission(overcommit, horizon, hold_s) if overcommit else None
         self.predictor = TTLPredictor("survival", min_samples=samples, window=window)
 
     def ttl(self, lease: Lease, now: float) -> float:
@@ -262,7 +272,11 @@ class Value(Rule):
         return (p * saved / max(1e-3, held),)
 
     def order(self, program: Program | None, retained: bool, now: float) -> tuple[int, float]:
-        return (0, now - self._boost_s if retained else now)
+        if program is None or retained:
+            return (0, now)
+        if program.turns:
+            return (0, max(now, program.first_arrival + self._recompute_s))
+        return (0, now + self._hold_s)
 
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (LRU, Fixed, EMA, Continuum, TRTLLM, Value)}

@@ -51,6 +51,8 @@ class Engine:
 
     def start(self, request):
         _, contents = self.waiting[request]
+        if not self.policy.admits(request):
+            return False
         hits = []
         for c in contents[: max(0, len(contents) - 1)]:  # at least one block is computed
             if c not in self.cached:

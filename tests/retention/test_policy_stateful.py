@@ -107,6 +107,7 @@ def machine(engine_type, name, seed_settings):
             assert not self.engine.leases and len(self.engine.free) == self.engine.total
             assert not self.engine.policy._requests
             assert len(self.engine.policy._programs) == 0
+            assert not self.engine.policy.rule.admission or not self.engine.policy.rule.admission._charges
 
     return Machine
 
@@ -175,4 +176,5 @@ def test_nothing_leaks_in_a_long_day(name, engine):
         e.advance(60.0)
         e.step()
     assert not e.leases and len(e.free) == e.total
+    assert not e.policy.rule.admission or not e.policy.rule.admission._charges
     assert len(e.policy._programs) == 0 and not e.policy._requests
