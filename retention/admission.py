@@ -15,8 +15,9 @@ class Admission:
 
     A program under way is charged its blocks, or the mean of recently finished turns if that is more (it will grow),
     less those it shares: in full while it runs or waits in the queue, and by the chance that it is back within the
-    horizon while its tool runs. After the horizon a paused program is not charged any more. The horizon is `horizon` times the seconds it
-    takes to prefill the whole pool: whoever is away for longer is cheaper to compute again than to hold room for.
+    horizon while its tool runs. After the horizon a paused program is not charged any more. The horizon is `horizon`
+    times the seconds it takes to prefill the whole pool: whoever is away for longer is cheaper to compute again than
+    to hold room for.
     A new program may start when all charges and its own need fit into `overcommit` times the pool, when nobody is
     under way, or when it has waited for `hold_s`.
 

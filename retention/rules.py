@@ -19,8 +19,8 @@ class Rule:
     """Base of the rules: retains nothing and serves first come, first served.
 
     retains: it ever keeps anything. hard: leases hold references by default. keep_fraction: see `PinManager`. review:
-    the ttl of a lease is decided anew while the tool runs. admission: None lets every program start. A rule knows what has happened, through these hooks, and
-    nothing of what will.
+    the ttl of a lease is decided anew while the tool runs. admission: None lets every program start. A rule knows what
+    has happened, through these hooks, and nothing of what will.
     """
 
     name = ""
@@ -228,9 +228,9 @@ class Value(Rule):
 
     (hit density, as in LHD, Beckmann et al., NSDI '18).
 
-    New programs start as `Admission` allows (overcommit, horizon, hold_s; overcommit 0: all at once). The queue is first
-    come, first served for requests without a program and for returns that still have a lease. They pass, but for no
-    longer than `recompute_s`, returns that have to be computed again, of which the oldest program goes first; and
+    New programs start as `Admission` allows (overcommit, horizon, hold_s; overcommit 0: all at once). The queue is
+    first come, first served for requests without a program and for returns that still have a lease. They pass, but for
+    no longer than `recompute_s`, returns that have to be computed again, of which the oldest program goes first; and
     first turns, for no longer than `hold_s`.
 
     max_ttl_s bounds the whole wait. samples, window: see `TTLPredictor`.
