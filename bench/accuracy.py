@@ -102,7 +102,7 @@ class Format:
 
     ``key`` and ``value``: a TensorScheme of the library, or a rival's round trip. ``bits``: of an element at a head
     size, scales included. ``offset``: where the transform of the keys comes from: "none", "bias"
-    (KeyTransform.from_model) or "calibrated".
+    (KeyTransform.from_model), "random" (calibrated on random tokens) or "calibrated" (on text).
     """
 
     text: str
@@ -124,6 +124,7 @@ FORMATS = {
     "int8-plain": library("INT8, no offset", INT8),
     "k8v4": library("K8V4, k_proj.bias as offset", K8V4, "bias"),
     "int4": library("INT4, k_proj.bias as offset (default)", INT4, "bias"),
+    "int4-random": library("INT4, calibrated on random tokens", INT4, "random"),
     "int4-calibrated": library("INT4, calibrated", INT4, "calibrated"),
     "int4-sym": library("INT4 symmetric, k_proj.bias as offset", INT4_SYM, "bias"),
     "int4-sym-calibrated": library("INT4 symmetric, calibrated", INT4_SYM, "calibrated"),
@@ -415,6 +416,8 @@ def main(argv: list[str] | None = None) -> int:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         if any(FORMATS[s].offset == "bias" for s in args.schemes):
             transforms["bias"] = transforms_from_model(model)
+        if any(FORMATS[s].offset == "random" for s in args.schemes):
+            transforms["random"] = calibrate(model).transforms
         if any(FORMATS[s].offset == "calibrated" for s in args.schemes):
             transforms["calibrated"] = _calibration(args, model, encode, progress).transforms
         harness = Harness(model, args.offset, args.every)

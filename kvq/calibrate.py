@@ -1,4 +1,4 @@
-"""KeyTransforms of a model: from its weights alone, or calibrated on texts; and the file that holds them.
+"""KeyTransforms of a model: from its weights alone, or calibrated; and the file that holds them.
 
 Models are duck-typed, as in transformers: attention modules with ``q_proj`` and ``k_proj`` (and ``q_norm`` and
 ``k_norm`` where there are norms), a ``config``, and a rotary embedding with ``inv_freq``. Nothing here can make
@@ -235,14 +235,14 @@ class Moments:
 
 def calibrate(
     model: Any,
-    texts: Iterable[str | Sequence[int] | torch.Tensor],
+    texts: Iterable[str | Sequence[int] | torch.Tensor] | None = None,
     tokenizer: Callable[[str], Any] | None = None,
     *,
     offset_pairs: int | None = None,
     window: int = 1024,
     progress: Callable[[int], None] | None = None,
 ) -> Calibration:
-    """Measure a model's keys and queries on texts and choose the transform of every layer.
+    """Measure a model's keys and queries on texts, or on random tokens, and choose the transform of every layer.
 
     Per head: ``mu`` is the mean key before RoPE. It is kept on the ``offset_pairs`` rotary pairs where it removes most
     noise (default: the fewest of 0, 16, 32, ... that leave a layer at most 1.2 times the noise of an offset on all
@@ -252,7 +252,8 @@ def calibrate(
 
     Args:
         model: a causal language model (see the module's docstring), on any device.
-        texts: strings, or token ids. Longer ones are cut into windows of ``window`` tokens.
+        texts: strings, or token ids. Longer ones are cut into windows of ``window`` tokens. None: random token ids, the
+            same at every call; less exact than text, far better than nothing (docs/accuracy.md).
         tokenizer: for strings; returns ``input_ids`` for a string (called with no other argument).
         progress: called with the number of tokens done after every window.
 
@@ -267,7 +268,7 @@ def calibrate(
     device = next(model.parameters()).device
     try:
         with torch.no_grad():
-            for ids in _token_windows(texts, tokenizer, window):
+            for ids in _token_windows(random_tokens(model, window) if texts is None else texts, tokenizer, window):
                 _decoder(model)(input_ids=ids[None].to(device), use_cache=False)
                 counted += len(ids) - SINKS
                 done += len(ids)
@@ -283,6 +284,12 @@ def calibrate(
     ]
     report = [LayerReport(i, plain, noise, t.num_pairs) for i, (t, plain, noise) in enumerate(chosen)]
     return Calibration([t for t, _, _ in chosen], report, model_digest(model), done)
+
+
+def random_tokens(model: Any, length: int, count: int = 2) -> list[torch.Tensor]:
+    """``count`` sequences of ``length`` ids, uniform over the vocabulary, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(_config(model).vocab_size, (length,), generator=generator) for _ in range(count)]
 
 
 def _hooks(layer: AttentionInfo, moments: Moments) -> Iterator[torch.utils.hooks.RemovableHandle]:

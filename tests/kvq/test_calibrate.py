@@ -276,6 +276,17 @@ def test_strings_go_through_the_tokenizer_and_progress_counts_tokens() -> None:
     assert [t.digest for t in by_text.transforms] == [t.digest for t in by_ids.transforms]
 
 
+def test_without_texts_random_tokens_repair_a_biased_layer() -> None:
+    model = tiny("Qwen2", **rope())
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.bias[70] = 200.0
+    first, again = calibrate(model), calibrate(model)
+    assert [t.digest for t in first.transforms] == [t.digest for t in again.transforms]
+    assert first.hurt == [0] and first.report[0].noise < first.report[0].plain_noise / 20
+    mu = first.transforms[0].mu
+    assert mu is not None and mu[1, 6].item() == pytest.approx(200.0, abs=1.0)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Calibration]:
     calibration = calibrate(tiny("Qwen2", **rope()), [tokens()])
