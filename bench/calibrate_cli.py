@@ -38,10 +38,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvq calibrate", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="packaged model or a local Hugging Face folder")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
-    parser.add_argument(
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
         "--text", type=Path, action="append", metavar="FILE", help="text files to calibrate on (repeatable)"
     )
-    parser.add_argument("--data", type=Path, help="folder with wikitext2 and agent-traces; default: the shipped text")
+    source.add_argument("--data", type=Path, help="folder with wikitext2 and agent-traces; default: the shipped text")
     parser.add_argument(
         "--pairs", type=int, help="rotary pairs of a head that carry the offset; default: as few as needed"
     )
