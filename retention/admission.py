@@ -37,17 +37,14 @@ class Admission:
         self._ends: list[tuple[float, ProgramKey]] = []
         self.charged = 0.0
 
-    def horizon_s(self, pool_prefill_s: float) -> float:
-        return self._horizon * pool_prefill_s
-
     def busy(self, program: ProgramKey, prompt_blocks: float) -> None:
         """The program runs, or has returned and waits."""
         self._charge(program, self._size(prompt_blocks), math.inf)
 
-    def paused(
-        self, program: ProgramKey, blocks: int, shared: int, wait: Survival, horizon_s: float, now: float
-    ) -> None:
-        """A turn of `blocks` blocks, `shared` of them also in other programs, has ended; `wait` comes now."""
+    def paused(self, program: ProgramKey, blocks: int, shared: int, wait: Survival, pool_s: float, now: float) -> None:
+        """A turn of `blocks` blocks, `shared` of them also in other programs, has ended; `wait` comes now.
+        pool_s: seconds it takes to prefill the whole pool, in contexts as long as this one.
+        """
         if len(self._sizes) == self._sizes.maxlen:
             own, common = self._sizes[0]
             self._own_sum -= own
@@ -55,6 +52,7 @@ class Admission:
         self._sizes.append((blocks - shared, shared))
         self._own_sum += blocks - shared
         self._shared_sum += shared
+        horizon_s = self._horizon * pool_s
         back, _ = wait.within(horizon_s)
         self._charge(program, back * self._size(blocks), now + horizon_s)
 

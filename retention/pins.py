@@ -192,11 +192,10 @@ class PinManager:
             self._push_rank(lease, now)
             self.wake(lease, lease.deadline)
 
-    def due(self, now: float, limit: int) -> Iterator[Lease]:
-        """Leases whose wake time has come, at most `limit`. Each must be ended or given another wake time."""
-        while limit > 0 and (entry := self._times.peek()) is not None and entry[0] <= now:
+    def due(self, now: float) -> Iterator[Lease]:
+        """Leases whose wake time has come. Each must be ended or given another wake time."""
+        while (entry := self._times.peek()) is not None and entry[0] <= now:
             self._times.pop()
-            limit -= 1
             yield entry[2]
 
     def end(self, lease_id: int | None, reason: str, now: float) -> Victim | None:

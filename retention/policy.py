@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 POLICIES = tuple(RULES)
 MAX_TTL_S = 24 * 3600.0  # of a hint
 MAX_REQUESTS = 100_000  # in flight; a scheduler that loses more than this has the oldest forgotten
-REVIEWS = 64  # leases that one call looks at again, so that no step takes long
+REVIEWS = 32  # leases that one call decides on again, so that no step takes long
 
 
 class _Request:
@@ -105,7 +105,7 @@ class Policy:
         program = None if turn.program is None else self._programs.touch(turn.program, now)
         request = self._requests[turn.request_id] = _Request(turn, program, now)
         if program is None:
-            return Arrival(self._order(None, False, now))
+            return Arrival(self.rule.order(None, False, now))
         program.live += 1
         if self.rule.admission is not None and program.turns:
             self.rule.admission.busy(program.key, turn.prompt_tokens / self._block_tokens)
@@ -116,7 +116,7 @@ class Policy:
         if lease is not None:
             self.pins.claim(lease, now)
             request.lease_id = lease.id
-        return Arrival(self._order(program, lease is not None, now), request.lease_id, request.waited_s)
+        return Arrival(self.rule.order(program, lease is not None, now), request.lease_id, request.waited_s)
 
     def admits(self, request_id: str) -> bool:
         """May this request start, as far as memory is concerned? Ask before its first allocation, at every step. False
@@ -125,7 +125,7 @@ class Policy:
         admission, request = self.rule.admission, self._requests.get(request_id)
         if admission is None or request is None or request.program is None:
             return True
-        if request.started or request.program.turns or self._idle or self._off:
+        if request.started or request.program.turns or self._idle:
             return True
         now = self._now()
         need = request.turn.prompt_tokens / self._block_tokens
@@ -209,8 +209,7 @@ class Policy:
         if admission is not None and program.live == 0 and turn.blocks > 0:
             pool_s = self.rule.cost.saved_seconds(turn.tokens) / turn.blocks * self.pins.total_blocks
             wait = self.rule.predictor.curve(program.calls)
-            horizon_s = admission.horizon_s(pool_s)
-            admission.paused(program.key, turn.blocks, turn.shared_blocks, wait, horizon_s, now)
+            admission.paused(program.key, turn.blocks, turn.shared_blocks, wait, pool_s, now)
         return self._retain(program, turn, hints, now)
 
     def blocks_needed(self, demand: Demand) -> tuple[Victim, ...]:
@@ -230,8 +229,8 @@ class Policy:
         missing = demand.blocks - (used - self.pins.used)
         if not self.pins.hard or demand.running or demand.stalled or overdue:
             victims += self.pins.give_up(missing, now, protect=own)
-            if not victims and demand.stalled:
-                victims += self.pins.give_up(missing, now)
+            if not victims and (demand.stalled or not self.pins.hard):
+                victims += self.pins.give_up(missing, now)  # its own: a branch that its prompt has left
         return tuple(victims)
 
     def tick(self, pool: PoolState) -> tuple[Victim, ...]:
@@ -282,6 +281,7 @@ class Policy:
             return ()
         now = self._now()
         known.calls = _known_calls(calls, hints)
+        known.record = None
         known.predicted_s = self.rule.predictor.curve(known.calls).median()
         lease = self.pins.get(known.lease_id)
         if lease is None:
@@ -315,7 +315,7 @@ class Policy:
             "policy": self.rule.name,
             "hard": self.pins.hard,
             "total_blocks": self.pins.total_blocks,
-            "guardrail": "none" if self._guardrail is None else "off" if self._guardrail.off else "on",
+            "guardrail": "none" if self._guardrail is None else "off" if self._off else "on",
             "prefill_coefficients": list(self.rule.cost.coefficients),
             "metrics": {
                 s.name + (f"{{{s.label_value}}}" if s.label_value else ""): s.value for s in self.metrics.collect()
@@ -330,20 +330,13 @@ class Policy:
         self.metrics.set("kvq_programs", len(self._programs))
         self.metrics.set("kvq_expected_blocks", self.rule.admission.charged if self.rule.admission else 0.0)
         self.metrics.set("kvq_memory_price", self.rule.price.per_block)
-        self.metrics.set("kvq_guardrail_off", float(self._guardrail is not None and self._guardrail.off))
+        self.metrics.set("kvq_guardrail_off", float(self._off))
         if self._events is not None:
             self.metrics.set("kvq_events_dropped_total", self._events.dropped)
 
     def state(self) -> dict[str, object]:
         """What was learned (tool times, prefill cost), JSON-able, for `make_policy(state=...)` after a restart."""
         return {"predictor": self.rule.predictor.state(), "cost": self.rule.cost.state()}
-
-    @property
-    def _off(self) -> bool:
-        return self._guardrail is not None and self._guardrail.off
-
-    def _order(self, program: Program | None, retained: bool, now: float) -> tuple[int, float]:
-        return (0, now) if self._off else self.rule.order(program, retained, now)
 
     def _now(self) -> float:
         """The clock, which never goes backwards here."""
@@ -370,7 +363,7 @@ class Policy:
             self.pins.unclaim(lease, now)
 
     def _retain(self, program: Program, turn: TurnFinished, hints: Hints, now: float) -> Pin:
-        if self._off:
+        if self._guardrail is not None and self._guardrail.off:
             return self._reject("guardrail")
         if turn.blocks == 0:
             return self._reject("nothing_cached")
@@ -421,11 +414,16 @@ class Policy:
 
     def _expire(self, now: float) -> list[Victim]:
         victims: list[Victim] = []
-        for lease in self.pins.due(now, REVIEWS):
+        reviews = 0
+        for lease in self.pins.due(now):
             if lease.waiting:
                 self.metrics.inc("kvq_leaked_total")
                 victims += self._end(lease.id, "leaked", now)
                 continue
+            if lease.review and reviews == REVIEWS:
+                self.pins.wake(lease, now)
+                break
+            reviews += lease.review
             ttl = self.rule.ttl(lease, now) if lease.review else 0.0
             if ttl > 0.0:
                 self.pins.set_ttl(lease, ttl, now)

@@ -240,18 +240,26 @@ class Value(Rule):
     review = True
 
     def __init__(
-        self, max_ttl_s: float = 1800.0, slack: float = 1.1, overcommit: float = 1.0, horizon: float = 3.0,
-        hold_s: float = 300.0, recompute_s: float = 100.0, samples: int = 8, window: int = 128,
-    ) -> None:  # fmt: skip
+        self,
+        max_ttl_s: float = 1800.0,
+        slack: float = 1.1,
+        overcommit: float = 1.0,
+        horizon: float = 3.0,
+        hold_s: float = 300.0,
+        recompute_s: float = 100.0,
+        samples: int = 8,
+        window: int = 128,
+    ) -> None:
         super().__init__()
         for name, value, low in (
-            ("max_ttl_s", max_ttl_s, 0.0), ("slack", slack, 1.0), ("recompute_s", recompute_s, 0.0),
-            ("hold_s", hold_s, 0.0), ("overcommit", overcommit, 0.0),
-        ):  # fmt: skip
+            ("max_ttl_s", max_ttl_s, 0.0),
+            ("slack", slack, 1.0),
+            ("recompute_s", recompute_s, 0.0),
+        ):
             if not low <= value < math.inf:
                 raise ValueError(f"{name} must be finite and at least {low:g}, got {value}")
         self._max_ttl_s, self._slack, self._recompute_s, self._hold_s = max_ttl_s, slack, recompute_s, hold_s
-        self.admission = Admission(overcommit, horizon, hold_s) if overcommit else None
+        self.admission = None if overcommit == 0.0 else Admission(overcommit, horizon, hold_s)
         self.predictor = TTLPredictor("survival", min_samples=samples, window=window)
 
     def ttl(self, lease: Lease, now: float) -> float:
@@ -272,11 +280,13 @@ class Value(Rule):
         return (p * saved / max(1e-3, held),)
 
     def order(self, program: Program | None, retained: bool, now: float) -> tuple[int, float]:
-        if program is None or retained:
+        if program is None:
             return (0, now)
+        if retained:
+            return (0, now + self._yield_s)
         if program.turns:
             return (0, max(now, program.first_arrival + self._recompute_s))
-        return (0, now + self._hold_s)
+        return (0, now + self._hold_s if self.admission else now)
 
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (LRU, Fixed, EMA, Continuum, TRTLLM, Value)}

@@ -20,7 +20,7 @@ def key(name):
 
 def filled(count, blocks, wait=QUICK, horizon_s=10.0, **settings):
     """`count` paused programs of `blocks` blocks."""
-    admission = Admission(**settings)
+    admission = Admission(horizon=1.0, **settings)
     for name in range(count):
         admission.paused(key(name), blocks, 0, wait, horizon_s, 0.0)
     return admission
@@ -142,7 +142,7 @@ def test_an_idle_engine_holds_nobody(engine):
 
 def test_overcommit_0_and_other_policies_hold_nobody(engine):
     e = crowd(engine, overcommit=0.0)
-    e.arrive("new", ["n0", "n1"], "new")
+    assert e.arrive("new", ["n0", "n1"], "new").order == e.arrive("plain", ["x"]).order
     assert e.policy.admits("new")
     lru = engine("lru")
     lru.arrive("new", ["n0"], "new")

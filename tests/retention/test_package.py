@@ -9,7 +9,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_only_the_standard_library_is_needed():
     """Imported without site-packages: anything else would be missing."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import retention; retention.make_policy(total_blocks=8).tick"
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import retention; retention.make_policy(total_blocks=8).tick"
+    )
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
 
 

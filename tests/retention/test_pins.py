@@ -170,16 +170,16 @@ def test_due_leases_come_in_order_and_only_once():
     books = Books()
     for i in (3, 1, 2):
         books.add(f"p{i}", 1, ttl=float(i))
-    assert [lease.key.program_id for lease in books.pins.due(2.5, 10)] == ["p1", "p2"]
-    assert list(books.pins.due(2.5, 10)) == []
-    assert len(list(books.pins.due(9.0, 10))) == 1
+    assert [lease.key.program_id for lease in books.pins.due(2.5)] == ["p1", "p2"]
+    assert list(books.pins.due(2.5)) == []
+    assert len(list(books.pins.due(9.0))) == 1
 
 
 def test_every_lease_is_seen_while_the_books_change_under_the_loop():
     books = Books()
     for i in range(20):
         books.add(f"p{i}", 1, ttl=1.0)
-    for lease in books.pins.due(1.0, 100):
+    for lease in books.pins.due(1.0):
         books.pins.end(lease.id, "expired", 1.0)
     assert len(books.pins) == 0 and books.pins.used == 0
 
@@ -189,17 +189,17 @@ def test_a_new_deadline_replaces_the_old_one():
     lease = books.add("a", 1, ttl=1.0)
     books.pins.set_ttl(lease, 5.0, 0.5)
     assert lease.ttl_s == 5.5
-    assert list(books.pins.due(5.0, 10)) == []
-    assert list(books.pins.due(5.5, 10)) == [lease]
+    assert list(books.pins.due(5.0)) == []
+    assert list(books.pins.due(5.5)) == [lease]
 
 
 def test_a_claimed_lease_does_not_expire_until_it_is_unclaimed():
     books = Books(leak_s=100.0)
     lease = books.add("a", 1, ttl=1.0)
     books.pins.claim(lease, 0.5)
-    assert list(books.pins.due(50.0, 10)) == []
+    assert list(books.pins.due(50.0)) == []
     books.pins.unclaim(lease, 50.0)
-    assert list(books.pins.due(50.0, 10)) == [lease]
+    assert list(books.pins.due(50.0)) == [lease]
 
 
 def test_heaps_stay_in_proportion_to_the_live_leases():
@@ -232,7 +232,7 @@ def test_books_balance_under_random_operations():
         elif what == 2:
             books.pins.end(rng.choice(live).id, "released", now)
         elif what == 3:
-            for lease in books.pins.due(now, 100):
+            for lease in books.pins.due(now):
                 books.pins.end(lease.id, "expired", now)
         else:
             books.pins.set_ttl(rng.choice(live), rng.random() * 20, now)

@@ -127,6 +127,15 @@ def test_a_soft_lease_makes_nobody_wait(engine):
     assert "waits" in e.running
 
 
+def test_a_soft_lease_yields_to_its_own_program_whose_prompt_has_left_it(engine):
+    e = engine("value", blocks=64)
+    e.arrive("runs", chain("runs", 5))
+    e.step()
+    e.turn("agent", chain("old branch", 40), calls=[BASH])
+    e.turn("agent", chain("new branch", 50), calls=[BASH])
+    assert e.last_pin.lease_id is not None
+
+
 def test_a_lease_claimed_by_a_request_that_never_starts_is_reaped_and_counted(engine):
     e = engine("fixed", blocks=64)
     e.turn("agent", chain("agent", 20), calls=[BASH])
