@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -223,7 +224,7 @@ def run(
         "bf16": NativeCache,
         "INT8": lambda: quantized("int8", RECENT_TURNS),
         "INT4": lambda: quantized("int4", RECENT_TURNS),
-        "INT4 without recent turns": lambda: quantized("int4", 0),
+        "INT4, no recent turns": lambda: quantized("int4", 0),
     }
     if calibrated is not None:
         caches["INT4 calibrated"] = lambda: quantized("int4", RECENT_TURNS, calibrated)
@@ -249,6 +250,8 @@ def print_table(rows: Sequence[Row], conversation: Conversation, model: Any, con
     scored = sum(len(turn) - 1 for turn in conversation.turns[RECENT_TURNS:])
     dtype = str(model.dtype).removeprefix("torch.")
     table = Table(
+        box=box.SIMPLE,
+        pad_edge=False,
         title=f"{conversation.title}: {len(conversation.turns)} turns, {conversation.tokens} tokens",
         caption=f"INT8 and INT4 keep the first page and the last {RECENT_TURNS} turns in bf16 unless the row says "
         "otherwise; bytes and bits count that and all scales. Perplexity change, and agreement with the bf16 cache on "
@@ -256,12 +259,20 @@ def print_table(rows: Sequence[Row], conversation: Conversation, model: Any, con
         f"{model.device.type}.",
     )
     table.add_column("cache")
-    for name in ("bytes", "bits/element", "compression", "perplexity", "next token", "tokens/s"):
-        table.add_column(name, justify="right")
+    headings = (
+        "bytes",
+        "bits per\nelement",
+        "com-\npression",
+        "perplexity\nchange",
+        "next-token\nagreement",
+        "tokens\nper s",
+    )
+    for name in headings:
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.name,
-            f"{row.cache_bytes:,}",
+            f"{row.cache_bytes / 1e6:.1f} MB",
             f"{row.bits_per_element:.2f}",
             f"{row.compression:.2f}x",
             f"{row.perplexity_change:+.2f} %",

@@ -324,7 +324,8 @@ class KVQCache(Cache):
         Native pages that were dropped with older turns do not come back.
         """
         book = self.sequences
-        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(book.width - tokens_to_remove, 0)
+        count = int(tokens_to_remove)  # assisted generation passes a tensor in some releases
+        removed = -count if count <= 0 else max(book.width - count, 0)
         if not removed:
             return
         if removed > min(book.length(row) for row in range(len(book.tables))):

@@ -208,7 +208,7 @@ def test_crop_takes_tokens_back(recent_turns):
     once, twice = (KVQCache.from_model(model, "int4", recent_turns, page_size=32) for _ in range(2))
     feed(model, once, ids, [100, 20])
     feed(model, twice, torch.cat([ids[:, :100], tokens(2, 40, seed=5)], 1), [100, 40])
-    twice.crop(-40)
+    twice.crop(torch.tensor(-40))  # as assisted generation does in transformers 5.17
     assert twice.get_seq_length() == 100 and twice.sequences.tables == [[0, 1, 2, 3], [4, 5, 6, 7]]
     feed(model, twice, ids[:, 100:], [20])
     for layer in range(2):
