@@ -280,10 +280,8 @@ class Value(Rule):
         return (p * saved / max(1e-3, held),)
 
     def order(self, program: Program | None, retained: bool, now: float) -> tuple[int, float]:
-        if program is None:
+        if program is None or retained:
             return (0, now)
-        if retained:
-            return (0, now + self._yield_s)
         if program.turns:
             return (0, max(now, program.first_arrival + self._recompute_s))
         return (0, now + self._hold_s if self.admission else now)
