@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvq.page import PageLayout
-from kvq.reference import HotPool
+from kvq.reference import HotPool, word_hadamard
 
 MAX_Q_LEN = 8
 SEQ_INFO = 8  # int32 fields of a sequence in the schedule; 7 are used
@@ -16,12 +16,16 @@ HOT_COST = 8  # quantized pages that take as long as one page in the model's pre
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Launch configuration of the decode kernel. ``programs``: work items times kv heads aimed at, a multiprocessor."""
+    """Launch configuration of the decode kernel. ``programs``: work items times kv heads aimed at, a multiprocessor;
+    ``prefetch``: pages an item asks for before its query is ready; ``maxnreg``: left to itself, ptxas saves registers
+    that the schedule of the main loop needs."""
 
     num_warps: int = 1
     num_stages: int = 5
     programs: float = 8.0
     min_chunk: int = 2
+    prefetch: int = 2
+    maxnreg: int | None = 224
 
 
 class DecodePlan:
@@ -78,6 +82,9 @@ class DecodePlan:
         self.page_list, self.page_index = empty(*lists), empty(*lists)
         self.hot_list, self.hot_index = empty(*lists), empty(*lists)
         self.counts = empty(max_seqs, 4)
+        key, value = layout.scheme.key, layout.scheme.value
+        self.k_hadamard = word_hadamard(layout.head_dim, key.planes, self.device)
+        self.v_hadamard = word_hadamard(layout.head_dim, value.planes, self.device)
         self.part_out = empty(self.max_items, layout.kv_heads, self.rows, layout.head_dim, dtype=torch.float32)
         self.part_lse = empty(self.max_items, layout.kv_heads, self.rows, dtype=torch.float32)
 

@@ -5,6 +5,7 @@ Arithmetic is float32 (float64 where asked); nothing here is fast. Names of the 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -40,6 +41,16 @@ def hadamard(head_dim: int, dtype: torch.dtype = torch.float32, device: torch.de
     while h.shape[0] < block:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
     return torch.block_diag(*[h * block**-0.5] * (head_dim // block))
+
+
+@functools.cache
+def word_hadamard(head_dim: int, planes: int, device: torch.device) -> torch.Tensor:
+    """fp16 [W, W] of +-1 that transforms a plane along its words (kernels/planes.py), W padded to a power of two."""
+    words = head_dim // planes
+    width = max(16, 1 << (words - 1).bit_length())
+    out = torch.zeros(width, width)
+    out[:words, :words] = hadamard(words).sign()
+    return out.half().to(device)
 
 
 def plane_dims(head_dim: int, planes: int) -> torch.Tensor:
@@ -106,7 +117,7 @@ def quantize_rows(
         base = zero.float()
         scale = ((hi - margin - base) / top).half()
     inverse = torch.where(scale == 0, torch.zeros_like(base), 1.0 / scale.float())
-    codes = ((x - base) * inverse + (bias + 0.5)).floor().clamp(0, top).to(torch.uint8)
+    codes = (((x - base) * inverse).round() + bias).clamp(0, top).to(torch.uint8)
     return codes, scale, zero
 
 

@@ -26,7 +26,6 @@ from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
 from kvq.kernels.planes import (
     butterfly2,
     butterfly4,
-    hadamard_words,
     plane_dim,
     unpack_bytes,
     unpack_nibbles,
@@ -39,7 +38,7 @@ from kvq.reference import HotPool, hadamard_block
 NEG = tl.constexpr(-1.0e30)
 HEADROOM = tl.constexpr(12.0)  # p reaches 2^12 in fp16, so that small p stay normal numbers
 INFO = tl.constexpr(SEQ_INFO)
-TINY_SCALE = tl.constexpr(2.0**-24)  # smallest fp16 above 0; stands for a scale of 0
+TINY_LOG = tl.constexpr(-24.0)  # log2 of the smallest fp16 above 0, which stands for a scale of 0
 
 
 @triton.jit
@@ -64,6 +63,16 @@ def fast_log2(x, ASM: tl.constexpr):
         )  # fmt: skip
     else:
         return tl.log2(x)
+
+
+@triton.jit
+def prefetch_l2(ptr, num_bytes, LINES: tl.constexpr):
+    """Ask for the first LINES lines of 128 bytes, at most ``num_bytes``, from ``ptr`` on to be brought into L2."""
+    offset = tl.minimum(tl.arange(0, LINES) * 128, num_bytes - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(ptr + offset).to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -133,8 +142,10 @@ def quantized_tile(
         s = tl.dot(k0, q0)
         s = tl.dot(k1, q1, s)
 
-    size = tl.maximum(tl.abs(vs), TINY_SCALE)
-    log_size = fast_log2(size, ASM)
+    if V_SYM:
+        log_size = tl.maximum(fast_log2(tl.abs(vs), ASM), TINY_LOG)
+    else:
+        log_size = tl.maximum(fast_log2(vs, ASM), TINY_LOG)
     inv_size = tl.exp2(-log_size)
     if SOFTCAP:
         bias = tl.zeros_like(log_size)
@@ -214,31 +225,38 @@ def split_dot(h, x):
 
 
 @triton.jit
-def rotate_planes(x0, x1, x2, x3, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):
-    """Normalised Hadamard transform of float32 planes [W, R]."""
-    top = tl.maximum(tl.max(tl.max(tl.abs(x0), 1), 0), tl.max(tl.max(tl.abs(x1), 1), 0))
+def plane_max(x0, x1, x2, x3, PLANES: tl.constexpr):
+    """Largest size of any value of the planes; 1 when all are zero."""
+    top = tl.maximum(tl.abs(x0), tl.abs(x1))
     if PLANES == 4:
-        top = tl.maximum(top, tl.maximum(tl.max(tl.max(tl.abs(x2), 1), 0), tl.max(tl.max(tl.abs(x3), 1), 0)))
-    inv = 1.0 / tl.maximum(top, 1.0e-30)
-    top *= NORM
-    h = hadamard_words(W, BLOCK // PLANES).to(tl.float16)
+        top = tl.maximum(top, tl.maximum(tl.abs(x2), tl.abs(x3)))
+    top = tl.max(tl.max(top, 1), 0)
+    return tl.where(top > 0.0, top, 1.0)
+
+
+@triton.jit
+def rotate_planes(x0, x1, x2, x3, p_hadamard, W: tl.constexpr, PLANES: tl.constexpr, NORM: tl.constexpr):
+    """Normalised Hadamard transform of float32 planes [W, R] of size at most 1; ``p_hadamard`` fp16 [W, W] of +-1."""
+    o_w = tl.arange(0, W)
+    h = tl.load(p_hadamard + o_w[:, None] * W + o_w[None, :])
     if PLANES == 4:
-        x0, x1, x2, x3 = butterfly4(
-            split_dot(h, x0 * inv), split_dot(h, x1 * inv), split_dot(h, x2 * inv), split_dot(h, x3 * inv)
-        )  # fmt: skip
-        x2, x3 = x2 * top, x3 * top
+        x0, x1, x2, x3 = butterfly4(split_dot(h, x0), split_dot(h, x1), split_dot(h, x2), split_dot(h, x3))
+        x2, x3 = x2 * NORM, x3 * NORM
     else:
-        x0, x1 = butterfly2(split_dot(h, x0 * inv), split_dot(h, x1 * inv))
-    return x0 * top, x1 * top, x2, x3
+        x0, x1 = butterfly2(split_dot(h, x0), split_dot(h, x1))
+    return x0 * NORM, x1 * NORM, x2, x3
 
 
 @triton.jit
 def load_query(
-    query, o_row, p_scale, o_w, m_row,
+    query, o_row, p_scale, p_hadamard, o_w, m_row,
     D: tl.constexpr, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
     ROTATE: tl.constexpr, HAS_SCALE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Query planes, float32 [W, R], in the space of the stored keys; planes 2 and 3 repeat plane 0 when PLANES is 2."""
+    """Query planes, float32 [W, R], over their largest size before rotation, in the space of the stored keys.
+
+    Returns the planes (2 and 3 repeat 0 and 1 when PLANES is 2) and that size.
+    """
     x0 = load_query_plane(query, o_row, o_w, m_row, 0, PLANES, D, BLOCK).to(tl.float32)
     x1 = load_query_plane(query, o_row, o_w, m_row, 1, PLANES, D, BLOCK).to(tl.float32)
     if PLANES == 4:
@@ -253,9 +271,12 @@ def load_query(
         if PLANES == 4:
             x2 *= tl.load(p_scale + plane_dim(o_w, 2, PLANES, BLOCK), mask=inside, other=0.0)[:, None]
             x3 *= tl.load(p_scale + plane_dim(o_w, 3, PLANES, BLOCK), mask=inside, other=0.0)[:, None]
+    top = plane_max(x0, x1, x2, x3, PLANES)
+    inv = 1.0 / top
+    x0, x1, x2, x3 = x0 * inv, x1 * inv, x2 * inv, x3 * inv
     if ROTATE:
-        x0, x1, x2, x3 = rotate_planes(x0, x1, x2, x3, W, PLANES, BLOCK, NORM)
-    return x0, x1, x2, x3
+        x0, x1, x2, x3 = rotate_planes(x0, x1, x2, x3, p_hadamard, W, PLANES, NORM)
+    return x0, x1, x2, x3, top
 
 
 @triton.jit
@@ -333,7 +354,7 @@ def store_planes(
 def decode_kernel(
     query, pages, out, lse, part_out, part_lse,
     items, seq_info, seq_lens, page_list, page_index, hot_list, hot_index, hot_pool, sinks,
-    dim_scale, pair_index, pair_dim, pair_mu, inner, near, far, position_offset,
+    k_hadamard, v_hadamard, dim_scale, pair_index, pair_dim, pair_mu, inner, near, far, position_offset,
     stride_q_seq, stride_q_tok, stride_q_head, stride_o_seq, stride_o_tok, stride_o_head,
     stride_page, stride_list, stride_hot, head_bytes, v_codes, k_scales, v_scales,
     scale, window, cap, q_len, rows,
@@ -343,7 +364,7 @@ def decode_kernel(
     WK: tl.constexpr, WV: tl.constexpr, HOT_N: tl.constexpr,
     HAS_SCALE: tl.constexpr, PAIRS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_HOT: tl.constexpr,
     HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, COST: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, COST: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads x row blocks, work items). See kernels/schedule.py for items, seq_info and the page lists."""
     KP: tl.constexpr = 16 // K_BITS
@@ -377,14 +398,26 @@ def decode_kernel(
     o_k = tl.arange(0, WK)
     o_v = tl.arange(0, WV)
 
-    x0, x1, x2, x3 = load_query(
-        query, o_q, dim_scale + i_head * D, o_k, m_r, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM
+    cost = num_cold  # the parts of a sequence share its cost evenly, counted from its hot pages on
+    hot_cost = 0
+    if HAS_HOT:
+        hot_cost = COST * num_hot
+        cost += hot_cost
+    cost_lo = cost * i_part // parts
+    cost_hi = cost * (i_part + 1) // parts
+    lo = first_page + tl.maximum(cost_lo - hot_cost, 0)
+    hi = first_page + tl.maximum(cost_hi - hot_cost, 0)
+    p_list = page_list + i_seq.to(tl.int64) * stride_list
+    p_index = page_index + i_seq.to(tl.int64) * stride_list
+    if ASM:  # start the first pages on their way to L2 while the query is made ready
+        for ahead in tl.static_range(PREFETCH):
+            page = tl.load(p_list + tl.minimum(lo + ahead, hi - 1), mask=hi > lo, other=0).to(tl.int64)
+            prefetch_l2(pages + page * stride_page + i_head * head_bytes, head_bytes, 128)
+
+    x0, x1, x2, x3, top = load_query(
+        query, o_q, dim_scale + i_head * D, k_hadamard, o_k, m_r, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM
     )  # fmt: skip
-    top = tl.maximum(tl.max(tl.max(tl.abs(x0), 1), 0), tl.max(tl.max(tl.abs(x1), 1), 0))
-    if KP == 4:
-        top = tl.maximum(top, tl.maximum(tl.max(tl.max(tl.abs(x2), 1), 0), tl.max(tl.max(tl.abs(x3), 1), 0)))
-    top = tl.where(top > 0.0, top, 1.0)
-    q0, q1, q2, q3 = (x0 / top).to(tl.float16), (x1 / top).to(tl.float16), (x2 / top).to(tl.float16), (x3 / top).to(tl.float16)  # fmt: skip
+    q0, q1, q2, q3 = x0.to(tl.float16), x1.to(tl.float16), x2.to(tl.float16), x3.to(tl.float16)
     if SOFTCAP:
         sm_raw = scale
     else:
@@ -420,10 +453,10 @@ def decode_kernel(
             shift = tl.load(position_offset + i_seq)
             p_far = far + (tl.abs(shift) // N) * (2 * MAX_PAIRS) + o_pair
             p_near = near + (tl.abs(shift) % N) * (2 * MAX_PAIRS) + o_pair
-            f_cos, f_sin = tl.load(p_far), tl.load(p_far + MAX_PAIRS)
+            w_cos, w_sin = tl.load(p_far), tl.load(p_far + MAX_PAIRS)
             n_cos, n_sin = tl.load(p_near), tl.load(p_near + MAX_PAIRS)
-            t_cos = (f_cos * n_cos - f_sin * n_sin)[:, None]
-            t_sin = (f_sin * n_cos + f_cos * n_sin)[:, None]
+            t_cos = (w_cos * n_cos - w_sin * n_sin)[:, None]
+            t_sin = (w_sin * n_cos + w_cos * n_sin)[:, None]
             t_sin = tl.where(shift < 0, -t_sin, t_sin)
             c_cos, c_sin = c_cos * t_cos + c_sin * t_sin, c_sin * t_cos - c_cos * t_sin
         p_inner = inner + i_head * (4 * N * PAIRS)
@@ -442,18 +475,6 @@ def decode_kernel(
     m = tl.full([R], -1.0e29, tl.float32)  # above NEG, so that a tile with nothing seen adds nothing
     l = tl.zeros([R], tl.float32)
 
-    # the parts of a sequence share its cost evenly, counted from its hot pages on
-    cost = num_cold
-    hot_cost = 0
-    if HAS_HOT:
-        hot_cost = COST * num_hot
-        cost += hot_cost
-    cost_lo = cost * i_part // parts
-    cost_hi = cost * (i_part + 1) // parts
-    lo = first_page + tl.maximum(cost_lo - hot_cost, 0)
-    hi = first_page + tl.maximum(cost_hi - hot_cost, 0)
-    p_list = page_list + i_seq.to(tl.int64) * stride_list
-    p_index = page_index + i_seq.to(tl.int64) * stride_list
     # pages that not every row sees whole, at either end of the list, go in masked steps of EDGE_N tokens
     start = tl.minimum(tl.maximum(full_lo, lo), hi)
     stop = tl.minimum(tl.maximum(full_hi, start), hi)
@@ -492,7 +513,10 @@ def decode_kernel(
             D, N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, False, False, SOFTCAP, ASM,
         )  # fmt: skip
     if V_ROTATE:
-        a0, a1, a2, a3 = rotate_planes(a0, a1, a2, a3, WV, VP, BLOCK, NORM)
+        top = plane_max(a0, a1, a2, a3, VP)
+        inv = 1.0 / top
+        a0, a1, a2, a3 = rotate_planes(a0 * inv, a1 * inv, a2 * inv, a3 * inv, v_hadamard, WV, VP, NORM)
+        a0, a1, a2, a3 = a0 * top, a1 * top, a2 * top, a3 * top
 
     if HAS_HOT:
         h_lo = tl.minimum(tl.cdiv(cost_lo, COST), num_hot)
@@ -551,25 +575,25 @@ def decode_kernel(
 def merge_kernel(
     out, lse, part_out, part_lse, seq_info, sinks,
     stride_o_seq, stride_o_tok, stride_o_head, q_len, rows,
-    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr,
+    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows of a kv head x kv heads, sequences): merges the partial outputs of a sequence by log-sum-exp.
+    """Grid (rows of a kv head x kv heads, blocks of B dims, sequences): merges the partial outputs of a sequence by log-sum-exp.
 
     Returns at once where the decode kernel wrote the output itself; writes zeros where a sequence has no part.
     """
     i_row = tl.program_id(0) % rows
     i_head = tl.program_id(0) // rows
-    i_seq = tl.program_id(1)
+    i_seq = tl.program_id(2)
     parts = tl.load(seq_info + INFO * i_seq)
     if parts == 1:
         return
     o_s = tl.arange(0, S)
-    o_d = tl.arange(0, DP)
+    o_d = tl.program_id(1) * B + tl.arange(0, B)
     head = i_head * GROUP + i_row % GROUP
     m = -1.0e29
     l = 0.0
-    acc = tl.zeros([DP], tl.float32)
+    acc = tl.zeros([B], tl.float32)
     if HAS_SINKS:
         m = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         l = 1.0
@@ -582,7 +606,7 @@ def merge_kernel(
         b_o = tl.load(
             part_out + o_part[:, None] * D + o_d[None, :],
             mask=(s + o_s < parts)[:, None] & (o_d < D)[None, :], other=0.0,
-        )  # fmt: skip  [S, DP]
+        )  # fmt: skip  [S, B]
         a = tl.exp2(m - m_new)
         acc = acc * a + tl.sum(b_o * w[:, None], 0)
         l = l * a + tl.sum(w, 0)
@@ -634,19 +658,23 @@ def decode(
         query, pages, out, lse, plan.part_out, plan.part_lse,
         plan.items, plan.seq_info, seq_lens, page_list, plan.page_index, plan.hot_list, plan.hot_index,
         empty if hot is None else hot.pool, empty if sinks is None else sinks,
-        *((empty,) * 7 if transform is None else transform.decode_tensors()),
+        plan.k_hadamard, plan.v_hadamard, *((empty,) * 7 if transform is None else transform.decode_tensors()),
         empty if position_offset is None else position_offset,
         query.stride(0), query.stride(1), query.stride(2), out.stride(0), out.stride(1), out.stride(2),
         pages.stride(0), page_list.stride(0), plan.hot_list.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         scale, plan.sliding_window or 0, softcap or 0.0, plan.q_len, plan.rows,
-        **meta, STAGES=config.num_stages, HOT_STAGES=3, COST=HOT_COST, ASM=USE_ASM, num_warps=config.num_warps,
+        **meta, STAGES=config.num_stages, HOT_STAGES=3, COST=HOT_COST, PREFETCH=config.prefetch, ASM=USE_ASM, num_warps=config.num_warps,
+        **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip
-    merge_kernel[(plan.rows * kv_heads, query.shape[0])](
+    dims = next_pow2(layout.head_dim)
+    if plan.rows * kv_heads * query.shape[0] < 512:  # few rows: more programs a row
+        dims = 32
+    merge_kernel[(plan.rows * kv_heads, triton.cdiv(layout.head_dim, dims), query.shape[0])](
         out, lse, plan.part_out, plan.part_lse, plan.seq_info, empty if sinks is None else sinks,
         out.stride(0), out.stride(1), out.stride(2), plan.q_len, plan.rows,
-        HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, DP=next_pow2(layout.head_dim), S=16 if plan.max_items < 64 else 64,
-        HAS_SINKS=sinks is not None, num_warps=4,
+        HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, B=dims, S=16 if dims > 32 else 128,
+        HAS_SINKS=sinks is not None, num_warps=2 if dims > 32 else 4,
     )  # fmt: skip
 
 

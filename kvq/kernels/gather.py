@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
-from kvq.kernels.planes import butterfly2, butterfly4, hadamard_words, plane_dim
+from kvq.kernels.planes import butterfly2, butterfly4, plane_dim
 from kvq.page import PageLayout
-from kvq.reference import HotPool, hadamard_block
+from kvq.reference import HotPool, hadamard_block, word_hadamard
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def store_plane(
 
 @triton.jit
 def gather_tensor(
-    out, p_codes, p_scales, p_hot, slot, p_mu, p_scale, dim_pair, far, near, pos, row, m_t,
+    out, p_codes, p_scales, p_hot, slot, p_hadamard, p_mu, p_scale, dim_pair, far, near, pos, row, m_t,
     BITS: tl.constexpr, SYM: tl.constexpr, ROTATE: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -75,7 +75,7 @@ def gather_tensor(
             x3 = scale * (((word >> (3 * BITS)) & MASK) - BIAS).to(tl.float32) + zero
         if ROTATE:
             x0, x1 = tl.where(m_w[None, :], x0, 0.0), tl.where(m_w[None, :], x1, 0.0)
-            h = hadamard_words(W, BLOCK // PLANES) * NORM
+            h = tl.load(p_hadamard + o_w[:, None] * W + o_w[None, :]).to(tl.float32) * NORM
             x0 = tl.dot(x0, h, input_precision="tf32x3")
             x1 = tl.dot(x1, h, input_precision="tf32x3")
             if PLANES == 4:
@@ -94,7 +94,7 @@ def gather_tensor(
 
 @triton.jit
 def gather_kernel(
-    out_k, out_v, pages, block_table, hot_pool, slot_of_page,
+    out_k, out_v, pages, block_table, hot_pool, slot_of_page, k_hadamard, v_hadamard,
     dim_scale, dim_pair, dim_mu, near, far,
     stride_out_tok, stride_out_head, stride_page, head_bytes, v_codes, k_scales, v_scales,
     start, stop, position_offset,
@@ -120,12 +120,12 @@ def gather_kernel(
     p_page = pages + page * stride_page + i_head * head_bytes
     o_out = (o_t - start).to(tl.int64) * stride_out_tok + i_head * stride_out_head
     gather_tensor(
-        out_k + o_out, p_page, p_page + k_scales, p_hot, slot, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair,
+        out_k + o_out, p_page, p_page + k_scales, p_hot, slot, k_hadamard, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair,
         far, near, pos, row, m_t,
         K_BITS, K_SYM, K_ROTATE, D, DP, N, WK, BLOCK, NORM, KV_HEADS, HAS_MU, HAS_SCALE,
     )  # fmt: skip
     gather_tensor(
-        out_v + o_out, p_page + v_codes, p_page + v_scales, p_hot + KV_HEADS * N * D, slot, dim_mu, dim_scale,
+        out_v + o_out, p_page + v_codes, p_page + v_scales, p_hot + KV_HEADS * N * D, slot, v_hadamard, dim_mu, dim_scale,
         dim_pair, far, near, pos, row, m_t,
         V_BITS, V_SYM, V_ROTATE, D, DP, N, WV, BLOCK, NORM, KV_HEADS, False, False,
     )  # fmt: skip
@@ -153,7 +153,8 @@ def gather(
         tables = (transform.dim_scale, transform.dim_pair, transform.dim_mu, transform.near, transform.far)
     gather_kernel[(layout.kv_heads, triton.cdiv(stop, rows) - start // rows)](
         out_key, out_value, pages, block_table, out_key if hot is None else hot.pool,
-        block_table if hot is None else hot.index, *tables,
+        block_table if hot is None else hot.index,
+        word_hadamard(head_dim, ks.planes, pages.device), word_hadamard(head_dim, vs.planes, pages.device), *tables,
         out_key.stride(0), out_key.stride(1), pages.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales, start, stop, position_offset,
         KV_HEADS=layout.kv_heads, D=head_dim, DP=next_pow2(head_dim), N=layout.page_size, T=rows,

@@ -76,18 +76,6 @@ def unpack_bytes(w, ASM: tl.constexpr):
 
 
 @triton.jit
-def hadamard_words(W: tl.constexpr, RUN: tl.constexpr):
-    """float32 [W, W]: +-1 Hadamard blocks of RUN words on the diagonal, by the parity of i & j. RUN <= 128."""
-    i = tl.arange(0, W)[:, None]
-    j = tl.arange(0, W)[None, :]
-    x = i & j & (RUN - 1)
-    x ^= x >> 4
-    x ^= x >> 2
-    x ^= x >> 1
-    return tl.where(i // RUN == j // RUN, 1.0 - 2.0 * (x & 1).to(tl.float32), 0.0)
-
-
-@triton.jit
 def butterfly2(x0, x1):
     return x0 + x1, x0 - x1
 

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
-from kvq.kernels.planes import butterfly2, butterfly4, hadamard_words, plane_dim
+from kvq.kernels.planes import butterfly2, butterfly4, plane_dim
 from kvq.page import PageLayout
-from kvq.reference import HotPool, hadamard_block
+from kvq.reference import HotPool, hadamard_block, word_hadamard
 
+WRITE_SMALL, WRITE_LARGE = (16, 2), (32, 2)  # tokens a program, warps: of a decode batch, of a prefill chunk
 FP16_MAX = tl.constexpr(65504.0)
 BAD_SLOT = tl.constexpr(0)  # entries of the status word, see ops.Status
 NOT_FINITE = tl.constexpr(1)
@@ -61,10 +62,11 @@ def fp16_down(x):
 
 @triton.jit
 def quantize_tensor(
-    p_x, p_hot, p_codes, p_scales, p_mu, p_scale, dim_pair, far, near, pos, row, m_t, m_hot, status,
+    p_x, p_hot, p_codes, p_scales, p_hadamard, p_mu, p_scale, dim_pair, far, near, pos, row, m_t, m_hot, status,
     BITS: tl.constexpr, SYM: tl.constexpr, ROTATE: tl.constexpr, CLIP: tl.constexpr,
     D: tl.constexpr, N: tl.constexpr, T: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr, CLAMP: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """K or V of T tokens of one head; p_* are pointers [T], row int32 [T] the rows of the tokens in their pages."""
     PLANES: tl.constexpr = 16 // BITS
@@ -86,15 +88,18 @@ def quantize_tensor(
     if CLAMP:  # NaN to 0, infinities to the largest float
         x0, x1, x2, x3 = tame(x0), tame(x1), tame(x2), tame(x3)
     if ROTATE:
-        h = hadamard_words(W, BLOCK // PLANES) * NORM
-        x0 = tl.dot(x0, h, input_precision="tf32x3")
-        x1 = tl.dot(x1, h, input_precision="tf32x3")
+        o_h = tl.arange(0, W)
+        h = tl.load(p_hadamard + o_h[:, None] * W + o_h[None, :])
+        x0 = rotate_rows(x0, h, p_x, EXACT)
+        x1 = rotate_rows(x1, h, p_x, EXACT)
         if PLANES == 4:
-            x2 = tl.dot(x2, h, input_precision="tf32x3")
-            x3 = tl.dot(x3, h, input_precision="tf32x3")
+            x2 = rotate_rows(x2, h, p_x, EXACT)
+            x3 = rotate_rows(x3, h, p_x, EXACT)
             x0, x1, x2, x3 = butterfly4(x0, x1, x2, x3)
+            x2, x3 = x2 * NORM, x3 * NORM
         else:
             x0, x1 = butterfly2(x0, x1)
+        x0, x1 = x0 * NORM, x1 * NORM
     if PLANES == 2:
         x2, x3 = x0, x1
     hi = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
@@ -134,6 +139,16 @@ def quantize_tensor(
 
 
 @triton.jit
+def rotate_rows(x, h, p_x, EXACT: tl.constexpr):
+    """x h for float32 [T, W] and fp16 +-1 [W, W]. EXACT: x holds values of the 16-bit input, one product is exact."""
+    if EXACT:
+        y = tl.dot(x.to(p_x.dtype.element_ty), h.to(p_x.dtype.element_ty))
+    else:
+        y = tl.dot(x, h.to(tl.float32), input_precision="tf32x3")
+    return y
+
+
+@triton.jit
 def tame(x):
     x = tl.where(x == x, x, 0.0)
     return tl.minimum(tl.maximum(x, -3.0e38), 3.0e38)
@@ -146,8 +161,11 @@ def clamp_fp16(x):
 
 @triton.jit
 def encode_plane(x, base, inv, BIAS: tl.constexpr, TOP: tl.constexpr):
-    code = tl.floor((x - base) * inv + (BIAS + 0.5))
-    return tl.minimum(tl.maximum(code, 0.0), TOP).to(tl.int32)
+    """Codes int32: rounded to the nearest integer by adding 1.5 * 2^23, whose low mantissa bits then are the code."""
+    MAGIC: tl.constexpr = 12582912.0
+    code = (x - base) * inv + (MAGIC + BIAS)
+    code = tl.minimum(tl.maximum(code, MAGIC), MAGIC + TOP)
+    return code.to(tl.int32, bitcast=True) & TOP
 
 
 @triton.jit
@@ -159,7 +177,7 @@ def row_finite(p_x, m_t, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def write_kernel(
-    key, value, slot_mapping, positions, pages, hot_pool, slot_of_page,
+    key, value, slot_mapping, positions, pages, hot_pool, slot_of_page, k_hadamard, v_hadamard,
     dim_scale, dim_pair, dim_mu, near, far, status,
     stride_k_tok, stride_k_head, stride_v_tok, stride_v_head, stride_page, head_bytes, v_codes, k_scales, v_scales,
     tokens, num_pages, max_position,
@@ -168,7 +186,7 @@ def write_kernel(
     K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, K_CLIP: tl.constexpr, V_CLIP: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr, CHECK: tl.constexpr, CLAMP: tl.constexpr,
-    HAS_VALUE: tl.constexpr,
+    HAS_VALUE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, blocks of T tokens)."""
     i_head = tl.program_id(0)
@@ -211,15 +229,16 @@ def write_kernel(
         p_hot = hot_pool + ((hot_slot * 2 * KV_HEADS + i_head) * N + row) * D
     p_page = pages + page * stride_page + i_head * head_bytes
     quantize_tensor(
-        p_k, p_hot, p_page, p_page + k_scales, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair, far, near,
+        p_k, p_hot, p_page, p_page + k_scales, k_hadamard, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair, far, near,
         pos, row, m_t, m_hot, status,
         K_BITS, K_SYM, K_ROTATE, K_CLIP, D, N, T, WK, BLOCK, NORM, KV_HEADS, HAS_MU, HAS_SCALE, HAS_HOT, CLAMP,
+        EXACT and not HAS_MU and not HAS_SCALE,
     )  # fmt: skip
     if HAS_VALUE:
         quantize_tensor(
-            p_v, p_hot + KV_HEADS * N * D, p_page + v_codes, p_page + v_scales, dim_mu, dim_scale, dim_pair, far, near,
+            p_v, p_hot + KV_HEADS * N * D, p_page + v_codes, p_page + v_scales, v_hadamard, dim_mu, dim_scale, dim_pair, far, near,
             pos, row, m_t, m_hot, status,
-            V_BITS, V_SYM, V_ROTATE, V_CLIP, D, N, T, WV, BLOCK, NORM, KV_HEADS, False, False, HAS_HOT, CLAMP,
+            V_BITS, V_SYM, V_ROTATE, V_CLIP, D, N, T, WV, BLOCK, NORM, KV_HEADS, False, False, HAS_HOT, CLAMP, EXACT,
         )  # fmt: skip
 
 
@@ -245,14 +264,16 @@ def write(
     tokens = slot_mapping.shape[0]
     if tokens == 0:
         return
-    per_program = 16 if tokens <= 1024 else 32
+    per_program, warps = WRITE_SMALL if tokens <= 1024 else WRITE_LARGE
     has_mu = transform is not None and transform.pairs > 0
     tables = (status,) * 5
     if transform is not None:
         tables = (transform.dim_scale, transform.dim_pair, transform.dim_mu, transform.near, transform.far)
     write_kernel[(layout.kv_heads, triton.cdiv(tokens, per_program))](
         key, key if value is None else value, slot_mapping, slot_mapping if positions is None else positions, pages,
-        key if hot is None else hot.pool, status if hot is None else hot.index, *tables, status,
+        key if hot is None else hot.pool, status if hot is None else hot.index,
+        word_hadamard(head_dim, ks.planes, pages.device), word_hadamard(head_dim, vs.planes, pages.device),
+        *tables, status,
         key.stride(0), key.stride(1), *(key if value is None else value).stride()[:2], pages.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         tokens, pages.shape[0], 0 if transform is None else transform.max_position,
@@ -261,5 +282,6 @@ def write(
         V_ROTATE=vs.rotate, K_CLIP=ks.clip, V_CLIP=vs.clip,
         WK=max(16, next_pow2(head_dim // ks.planes)), WV=max(16, next_pow2(head_dim // vs.planes)),
         BLOCK=block, NORM=block**-0.5, HAS_MU=has_mu, HAS_SCALE=transform is not None and transform.has_scale,
-        HAS_HOT=hot is not None, CHECK=check, CLAMP=clamp, HAS_VALUE=value is not None, num_warps=2 if USE_ASM else 1,
+        HAS_HOT=hot is not None, CHECK=check, CLAMP=clamp, HAS_VALUE=value is not None,
+        EXACT=USE_ASM and not clamp and key.dtype != torch.float32, num_warps=warps,
     )  # fmt: skip
