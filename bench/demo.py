@@ -124,7 +124,7 @@ class NativeCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        states = (state for layer in self.layers for state in (layer.keys, layer.values))  # type: ignore[union-attr]
+        states = (state for layer in self.layers for state in (layer.keys, layer.values))
         return sum(state.nbytes for state in states if state is not None)
 
 

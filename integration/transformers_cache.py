@@ -202,7 +202,7 @@ class KVQCache(Cache):
     that follows one of a single token: a new prompt after generated tokens. One ``generate`` call is thus one turn.
     """
 
-    layers: list[KVQLayer]  # type: ignore[assignment]  # all of one kind here
+    layers: list[KVQLayer]
 
     def __init__(
         self,
