@@ -105,7 +105,7 @@ class Policy:
         program = None if turn.program is None else self._programs.touch(turn.program, now)
         request = self._requests[turn.request_id] = _Request(turn, program, now)
         if program is None:
-            return Arrival(self._order(None, False, now))
+            return Arrival(self.rule.order(None, False, now))
         program.live += 1
         if self.rule.admission is not None and program.turns:
             self.rule.admission.busy(program.key, turn.prompt_tokens / self._block_tokens)
@@ -116,7 +116,7 @@ class Policy:
         if lease is not None:
             self.pins.claim(lease, now)
             request.lease_id = lease.id
-        return Arrival(self._order(program, lease is not None, now), request.lease_id, request.waited_s)
+        return Arrival(self.rule.order(program, lease is not None, now), request.lease_id, request.waited_s)
 
     def admits(self, request_id: str) -> bool:
         """May this request start, as far as memory is concerned? Ask before its first allocation, at every step. False
@@ -125,7 +125,7 @@ class Policy:
         admission, request = self.rule.admission, self._requests.get(request_id)
         if admission is None or request is None or request.program is None:
             return True
-        if request.started or request.program.turns or self._idle or self._off:
+        if request.started or request.program.turns or self._idle:
             return True
         now = self._now()
         need = request.turn.prompt_tokens / self._block_tokens
@@ -337,13 +337,6 @@ class Policy:
     def state(self) -> dict[str, object]:
         """What was learned (tool times, prefill cost), JSON-able, for `make_policy(state=...)` after a restart."""
         return {"predictor": self.rule.predictor.state(), "cost": self.rule.cost.state()}
-
-    @property
-    def _off(self) -> bool:
-        return self._guardrail is not None and self._guardrail.off
-
-    def _order(self, program: Program | None, retained: bool, now: float) -> tuple[int, float]:
-        return (0, now) if self._off else self.rule.order(program, retained, now)
 
     def _now(self) -> float:
         """The clock, which never goes backwards here."""
