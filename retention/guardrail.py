@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
-SAMPLES = 512  # sampled blocks the shadow holds: its size and its cost
+SAMPLES = 1024  # sampled blocks the shadow holds: its size and its cost
 
 
 class ShadowLRU:
@@ -26,22 +27,29 @@ class ShadowLRU:
 
     def sample(self, hashes: Sequence[Hashable]) -> Sequence[Hashable]:
         """Every K-th block, from a place that the first one decides: prompts that share a prefix share its samples."""
-        if not hashes:
-            return ()
-        first = hashes[0]
-        place = zlib.crc32(first) if isinstance(first, bytes) else hash(first)  # hash(bytes) differs between processes
-        return hashes[place % self.every :: self.every]
+        return hashes[self._place(hashes) :: self.every]
 
-    def start(self, sampled: Sequence[Hashable]) -> int:
-        """A request starts with these sampled prompt blocks. Returns how many blocks, of all, it hits from the head."""
+    def start(self, hashes: Sequence[Hashable]) -> tuple[Sequence[Hashable], int]:
+        """A request starts with these prompt blocks. Returns those that are sampled, and how many blocks of all it hits
+        from the head: in the middle between the last sampled hit and the first sampled miss, or the end.
+        """
+        sampled = self.sample(hashes)
         hits = next((i for i, h in enumerate(sampled) if h not in self._held and h not in self._free), len(sampled))
         for h in sampled:
             self._free.pop(h, None)
             self._held[h] = self._held.get(h, 0) + 1
-        return hits * self.every
+        miss = self._place(hashes) + hits * self.every
+        at_least = miss - self.every + 1 if hits else 0
+        return sampled, (at_least + min(miss, len(hashes))) // 2
+
+    def _place(self, hashes: Sequence[Hashable]) -> int:
+        if not hashes:
+            return 0
+        first = hashes[0]  # hash(bytes) would differ between processes
+        return (zlib.crc32(first) if isinstance(first, bytes) else hash(first)) % self.every
 
     def finish(self, started: Sequence[Hashable], finished: Sequence[Hashable]) -> None:
-        """It ends: `started` is what `start` got, `finished` all its sampled blocks."""
+        """It ends: `started` is what `start` sampled, `finished` what is sampled of all its blocks."""
         for h in started:
             holders = self._held.pop(h, 1)
             if holders > 1:
@@ -57,8 +65,8 @@ class ShadowLRU:
 class Guardrail:
     """Compares, over windows, the prefill seconds that retention's hits saved with what the shadow says LRU's would
     have, and counts the seconds that requests queued because of hard leases against retention. When retention loses
-    by more than `margin` of all prefill in `patience` windows in a row, it is `off` for `retry_s`, doubling each time
-    up to `max_retry_s`, halving with each good window.
+    by more than `margin` of all prefill, and by more than twice the standard error of the loss, in `patience` windows
+    in a row, it is `off` for `retry_s`, doubling each time up to `max_retry_s`, halving with each good window.
 
     While it is off, what is measured is LRU itself, so the shadow is calibrated by it: `bias` is real hits over shadow
     hits. A window has at least `min_turns` turns and `window_s` seconds.
@@ -75,7 +83,7 @@ class Guardrail:
         self.retry_s = retry_s
         self._margin, self._patience, self._min_turns, self._window_s = margin, patience, min_turns, window_s
         self._min_retry_s, self._max_retry_s = retry_s, max_retry_s
-        self._total_s = 0.0
+        self._total_s = self._loss_squares = 0.0
         self._turns = self._bad = 0
         self._window_start: float | None = None
         self.back_at = 0.0
@@ -84,6 +92,7 @@ class Guardrail:
         """A turn started: prefill seconds that its hits saved, that LRU's would have, and that no cache would need."""
         self.retained_s += retained_s
         self.lru_s += lru_s * self.bias
+        self._loss_squares += (lru_s * self.bias - retained_s) ** 2
         self._total_s += total_s
         self._turns += 1
 
@@ -105,7 +114,9 @@ class Guardrail:
             return True
         if self._turns < self._min_turns or now - self._window_start < self._window_s:
             return False
-        if self.lru_s + self.queued_s - self.retained_s > self._margin * self._total_s:
+        loss = self.lru_s - self.retained_s
+        error = math.sqrt(max(0.0, self._loss_squares - loss * loss / self._turns))
+        if loss + self.queued_s > max(self._margin * self._total_s, 2.0 * error):
             self._bad += 1
         else:
             self._bad = 0
@@ -123,4 +134,4 @@ class Guardrail:
     def _start(self, now: float) -> None:
         self._window_start = now
         self._turns = 0
-        self.retained_s = self.lru_s = self.queued_s = self._total_s = 0.0
+        self.retained_s = self.lru_s = self.queued_s = self._total_s = self._loss_squares = 0.0

@@ -490,8 +490,8 @@ class Policy:
         if self._shadow is None or self._guardrail is None:
             return
         tokens = request.turn.prompt_tokens
-        request.sampled = self._shadow.sample(self._blocks(request, request.turn.block_hashes, tokens))
-        hit = min(tokens, self._shadow.start(request.sampled) * self._block_tokens)
+        request.sampled, hits = self._shadow.start(self._blocks(request, request.turn.block_hashes, tokens))
+        hit = min(tokens, hits * self._block_tokens)
         saved = self.rule.cost.saved_seconds
         self._guardrail.turn(saved(min(tokens, cached_tokens)), saved(hit), saved(tokens))
 
