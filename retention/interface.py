@@ -103,9 +103,9 @@ class Pin:
     """What to keep of a finished turn.
 
     lease_id: None when nothing is retained, and `reason` says why ("no_program", "aborted", "released", "no_value",
-    "budget", "tenant_quota", "guardrail", "nothing_cached", "drift"). blocks: keep the first `blocks` blocks under
-    the lease and free the rest. ttl_s: seconds. hard: hold references. victims: let go of these first (stale branch,
-    or cheaper leases that made room in the budget).
+    "budget", "tenant_quota", "guardrail", "nothing_cached", "drift"); else it is "kept" or "clipped" (by the budget).
+    blocks: keep the first `blocks` blocks under the lease and free the rest. ttl_s: seconds. hard: hold references.
+    victims: let go of these first (stale branch, or cheaper leases that made room in the budget).
     """
 
     lease_id: int | None

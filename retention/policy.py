@@ -83,7 +83,7 @@ class Policy:
             tenant_quota=tenant_quota,
             keep_fraction=rule.keep_fraction,
         )
-        self._programs = registry or ProgramRegistry()
+        self._programs = ProgramRegistry() if registry is None else registry
         self._block_tokens = block_tokens
         self._max_wait_s = max_wait_s
         self._clock = clock
@@ -250,12 +250,13 @@ class Policy:
         victims = self._expire(now)
         for program in self._programs.sweep(now):
             victims += self._forget(program, now, "forgotten")
-        if self._guardrail is not None:
+        guard = self._guardrail
+        if guard is not None:
             short = pool.waiting_blocks - pool.free_blocks
             if self.pins.hard and short > 0 and self.pins.used > 0 and self._tick_at is not None:
                 share = min(1.0, self.pins.used / short)
-                self._guardrail.queued((now - self._tick_at) * pool.waiting_requests * share)
-            victims += self._check_guardrail(now)
+                guard.queued((now - self._tick_at) * pool.waiting_requests * share)
+            victims += self._check_guardrail(guard, now)
         self._tick_at = now
         return tuple(victims)
 
@@ -509,9 +510,8 @@ class Policy:
         start = zlib.crc32(repr(owner).encode()) << 28
         return range(start, start + tokens // self._block_tokens)
 
-    def _check_guardrail(self, now: float) -> tuple[Victim, ...]:
-        guard = self._guardrail
-        if guard is None or not guard.check(now):
+    def _check_guardrail(self, guard: Guardrail, now: float) -> tuple[Victim, ...]:
+        if not guard.check(now):
             return ()
         if not guard.off:
             self._emit("guardrail_on", None, lru_bias=guard.bias)
