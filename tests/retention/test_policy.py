@@ -149,6 +149,17 @@ def test_a_lease_claimed_by_a_request_that_never_starts_is_reaped_and_counted(en
     assert e.policy.metrics.get("kvq_leaked_total") == 1
 
 
+def test_a_request_that_finishes_before_it_started_gives_its_claim_back(engine):
+    e = engine("fixed", blocks=64)
+    e.turn("agent", chain("agent", 20), calls=[BASH])
+    e.arrive("r", chain("agent", 21), "agent")
+    del e.waiting["r"]  # vLLM frees the (no) blocks of a waiting request that is aborted, too
+    assert e.policy.turn_finished(TurnFinished("r", tokens=0, blocks=0, finish="abort")).lease_id is None
+    e.advance(3.0)
+    e.step()
+    assert not e.leases and e.policy.metrics.get("kvq_leaked_total") == 0
+
+
 def test_releasing_twice_or_a_stranger_is_a_no_op(engine):
     e = engine("value", blocks=64)
     e.turn("agent", chain("agent", 20), calls=[BASH])
