@@ -329,3 +329,20 @@ def test_nan_in_keys_is_named():
     cache = KVQCache.from_model(model)
     with pytest.raises(ValueError, match=r"(?i)nan"):
         feed(model, cache, torch.tensor([[1, 5, 2]]), [3])
+
+
+def test_the_packaged_model_answers_a_padded_batch_as_without_kvq():
+    """Everything is recent in a first turn: the answers of a real model are the same, token for token."""
+    from bench.models import model_path
+
+    folder = model_path("smollm2-135m")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompts = ["Water boils at", "The three largest planets are Jupiter, Saturn and"]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    cache = KVQCache.from_model(model, "int4", 2)
+    out = model.generate(**inputs, past_key_values=cache, **options)
+    assert torch.equal(out, model.generate(**inputs, **options))
+    assert "Uranus" in tokenizer.decode(out[1])
+    assert cache.nbytes > 0
