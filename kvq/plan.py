@@ -10,7 +10,7 @@ from kvq.page import PageLayout
 from kvq.reference import HotPool, word_hadamard
 
 MAX_Q_LEN = 8
-SEQ_INFO = 8  # int32 fields of a sequence in the schedule; 7 are used
+ITEM = 8  # int32 fields of a work item
 HOT_COST = 8  # quantized pages that take as long as one page in the model's precision
 
 
@@ -65,8 +65,10 @@ class DecodePlan:
         self.device = torch.device(device)
         self.max_pages = -(-max_seq_len // layout.page_size)
         processors = 1
+        self.dependent_launch = False  # of the merge on decode; Hopper and later
         if self.device.type == "cuda":
-            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            properties = torch.cuda.get_device_properties(self.device)
+            processors, self.dependent_launch = properties.multi_processor_count, properties.major >= 9
         self.rows = q_len * heads // layout.kv_heads
         self.row_block = 8 if self.rows <= 8 else 16
         blocks = layout.kv_heads * -(-self.rows // self.row_block)
@@ -76,8 +78,8 @@ class DecodePlan:
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
-        self.items = empty(self.max_items, 2)
-        self.seq_info = empty(max_seqs, SEQ_INFO)
+        self.items = empty(self.max_items, ITEM)
+        self.seq_info = empty(max_seqs, 2)
         lists = (max_seqs, self.max_pages) if hot else (1, 1)
         self.page_list, self.page_index = empty(*lists), empty(*lists)
         self.hot_list, self.hot_index = empty(*lists), empty(*lists)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
 from kvq.kernels.planes import (
@@ -32,12 +33,12 @@ from kvq.kernels.planes import (
     unpack_nibbles_near,
 )
 from kvq.page import PageLayout
-from kvq.plan import HOT_COST, SEQ_INFO, DecodePlan
+from kvq.plan import ITEM, DecodePlan
 from kvq.reference import HotPool, hadamard_block
 
 NEG = tl.constexpr(-1.0e30)
 HEADROOM = tl.constexpr(12.0)  # p reaches 2^12 in fp16, so that small p stay normal numbers
-INFO = tl.constexpr(SEQ_INFO)
+ITEM_FIELDS = tl.constexpr(ITEM)
 TINY_LOG = tl.constexpr(-24.0)  # log2 of the smallest fp16 above 0, which stands for a scale of 0
 
 
@@ -364,7 +365,7 @@ def decode_kernel(
     WK: tl.constexpr, WV: tl.constexpr, HOT_N: tl.constexpr,
     HAS_SCALE: tl.constexpr, PAIRS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_HOT: tl.constexpr,
     HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, COST: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, PREFETCH: tl.constexpr, DEPENDENT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads x row blocks, work items). See kernels/schedule.py for items, seq_info and the page lists."""
     KP: tl.constexpr = 16 // K_BITS
@@ -376,17 +377,16 @@ def decode_kernel(
     i_head = tl.program_id(0) % HEADS_KV
     i_block = tl.program_id(0) // HEADS_KV
     i_item = tl.program_id(1)
-    i_seq = tl.load(items + 2 * i_item)
+    if DEPENDENT:
+        gdc_launch_dependents()  # the merge may be put in place; it waits for this grid's end
+    p_item = items + ITEM_FIELDS * i_item
+    i_seq = tl.load(p_item)
     if i_seq < 0:
         return
-    i_part = tl.load(items + 2 * i_item + 1)
-    p_info = seq_info + INFO * i_seq
-    parts = tl.load(p_info)
-    first_page = tl.load(p_info + 2)
-    num_cold = tl.load(p_info + 3)
-    num_hot = tl.load(p_info + 4)
-    full_lo = tl.load(p_info + 5)  # list entries [full_lo, full_hi) are whole in the sight of every row
-    full_hi = tl.load(p_info + 6)
+    parts = tl.load(p_item + 1)
+    lo, hi = tl.load(p_item + 2), tl.load(p_item + 3)
+    hot_lo, hot_hi = tl.load(p_item + 4), tl.load(p_item + 5)
+    full_lo, full_hi = tl.load(p_item + 6), tl.load(p_item + 7)
     seq_len = tl.load(seq_lens + i_seq)
 
     o_r = i_block * R + tl.arange(0, R)  # rows: query token major, head of the group minor
@@ -398,15 +398,6 @@ def decode_kernel(
     o_k = tl.arange(0, WK)
     o_v = tl.arange(0, WV)
 
-    cost = num_cold  # the parts of a sequence share its cost evenly, counted from its hot pages on
-    hot_cost = 0
-    if HAS_HOT:
-        hot_cost = COST * num_hot
-        cost += hot_cost
-    cost_lo = cost * i_part // parts
-    cost_hi = cost * (i_part + 1) // parts
-    lo = first_page + tl.maximum(cost_lo - hot_cost, 0)
-    hi = first_page + tl.maximum(cost_hi - hot_cost, 0)
     p_list = page_list + i_seq.to(tl.int64) * stride_list
     p_index = page_index + i_seq.to(tl.int64) * stride_list
     if ASM:  # start the first pages on their way to L2 while the query is made ready
@@ -519,9 +510,7 @@ def decode_kernel(
         a0, a1, a2, a3 = a0 * top, a1 * top, a2 * top, a3 * top
 
     if HAS_HOT:
-        h_lo = tl.minimum(tl.cdiv(cost_lo, COST), num_hot)
-        h_hi = tl.minimum(tl.cdiv(cost_hi, COST), num_hot)
-        if h_hi > h_lo:
+        if hot_hi > hot_lo:
             UPCAST: tl.constexpr = not ASM  # the interpreter multiplies bf16 wrongly
             r0 = load_query_plane(query, o_q, o_v, m_r, 0, VP, D, BLOCK)
             r1 = load_query_plane(query, o_q, o_v, m_r, 1, VP, D, BLOCK)
@@ -538,7 +527,7 @@ def decode_kernel(
             TILES: tl.constexpr = N // HOT_N
             p_hot = hot_list + i_seq.to(tl.int64) * stride_hot
             p_hot_index = hot_index + i_seq.to(tl.int64) * stride_hot
-            for i in tl.range(h_lo * TILES, h_hi * TILES, num_stages=HOT_STAGES):
+            for i in tl.range(hot_lo * TILES, hot_hi * TILES, num_stages=HOT_STAGES):
                 slot = tl.load(p_hot + i // TILES).to(tl.int64)
                 row = (i % TILES) * HOT_N
                 token = tl.load(p_hot_index + i // TILES) * N + row
@@ -576,7 +565,7 @@ def merge_kernel(
     out, lse, part_out, part_lse, seq_info, sinks,
     stride_o_seq, stride_o_tok, stride_o_head, q_len, rows,
     HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows of a kv head x kv heads, blocks of B dims, sequences): merges the partial outputs of a sequence by log-sum-exp.
 
@@ -585,7 +574,10 @@ def merge_kernel(
     i_row = tl.program_id(0) % rows
     i_head = tl.program_id(0) // rows
     i_seq = tl.program_id(2)
-    parts = tl.load(seq_info + INFO * i_seq)
+    parts = tl.load(seq_info + 2 * i_seq)
+    first = tl.load(seq_info + 2 * i_seq + 1).to(tl.int64)
+    if DEPENDENT:
+        gdc_wait()  # also where there is nothing to merge: what follows in the stream relies on decode having ended
     if parts == 1:
         return
     o_s = tl.arange(0, S)
@@ -597,16 +589,15 @@ def merge_kernel(
     if HAS_SINKS:
         m = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         l = 1.0
-    first = tl.load(seq_info + INFO * i_seq + 1).to(tl.int64)
     for s in range(0, parts, S):
         o_part = ((first + s + o_s) * HEADS_KV + i_head) * rows + i_row
         b_lse = tl.load(part_lse + o_part, mask=s + o_s < parts, other=NEG)  # [S]
-        m_new = tl.maximum(m, tl.max(b_lse, 0))
-        w = tl.exp2(b_lse - m_new)
-        b_o = tl.load(
+        b_o = tl.load(  # before the reduction of b_lse: both latencies at once
             part_out + o_part[:, None] * D + o_d[None, :],
             mask=(s + o_s < parts)[:, None] & (o_d < D)[None, :], other=0.0,
         )  # fmt: skip  [S, B]
+        m_new = tl.maximum(m, tl.max(b_lse, 0))
+        w = tl.exp2(b_lse - m_new)
         a = tl.exp2(m - m_new)
         acc = acc * a + tl.sum(b_o * w[:, None], 0)
         l = l * a + tl.sum(w, 0)
@@ -664,7 +655,8 @@ def decode(
         pages.stride(0), page_list.stride(0), plan.hot_list.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         scale, plan.sliding_window or 0, softcap or 0.0, plan.q_len, plan.rows,
-        **meta, STAGES=config.num_stages, HOT_STAGES=3, COST=HOT_COST, PREFETCH=config.prefetch, ASM=USE_ASM, num_warps=config.num_warps,
+        **meta, STAGES=config.num_stages, HOT_STAGES=3, PREFETCH=config.prefetch,
+        DEPENDENT=plan.dependent_launch, ASM=USE_ASM, num_warps=config.num_warps,
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip
     dims = next_pow2(layout.head_dim)
@@ -674,7 +666,8 @@ def decode(
         out, lse, plan.part_out, plan.part_lse, plan.seq_info, empty if sinks is None else sinks,
         out.stride(0), out.stride(1), out.stride(2), plan.q_len, plan.rows,
         HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, B=dims, S=16 if dims > 32 else 128,
-        HAS_SINKS=sinks is not None, num_warps=2 if dims > 32 else 4,
+        HAS_SINKS=sinks is not None, DEPENDENT=plan.dependent_launch, num_warps=2 if dims > 32 else 4,
+        **({"launch_pdl": True} if plan.dependent_launch else {}),
     )  # fmt: skip
 
 

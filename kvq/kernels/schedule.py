@@ -4,11 +4,13 @@ Run once a step, for all layers. An item is (sequence, part); a sequence of ``n`
 parts of equal size, chunk being the smallest for which the batch has at most ``target`` items (a binary search every
 program repeats). A hot page costs HOT_COST quantized pages. Arrays, all int32, -1 marks an unused item:
 
-    items     [max_items, 2]         sequence, part
-    seq_info  [num_seqs, SEQ_INFO]   parts, first item, first list entry, quantized pages, hot pages, and the range of
-                                     list entries whose pages every row sees whole
+    items     [max_items, ITEM]   sequence, parts of the sequence, list entries [lo, hi) of quantized pages, entries
+                                  [lo, hi) of hot pages, and the list entries whose pages every row sees whole
+    seq_info  [num_seqs, 2]       parts, first item
     page_list, page_index, hot_list, hot_index [num_seqs, max_pages]    only where pages may be hot: physical page (or
-                                     hot slot) and index in the sequence; otherwise the block table is the list
+                                  hot slot) and index in the sequence; otherwise the block table is the list
+
+The parts of a sequence share its cost evenly, counted from its hot pages on.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.device import next_pow2
-from kvq.plan import HOT_COST, SEQ_INFO, DecodePlan
+from kvq.plan import HOT_COST, ITEM, DecodePlan
 from kvq.reference import HotPool
 
-INFO = tl.constexpr(SEQ_INFO)
+ITEM_FIELDS = tl.constexpr(ITEM)
 
 
 @triton.jit
@@ -119,22 +121,27 @@ def schedule_kernel(
         own_hot = tl.load(counts + 4 * i_seq + 1)
         full_lo = tl.load(counts + 4 * i_seq + 2)
         full_hi = tl.load(counts + 4 * i_seq + 3)
-    p_info = seq_info + INFO * i_seq
-    tl.store(p_info, mine)
-    tl.store(p_info + 1, first)
-    tl.store(p_info + 2, own_lo)
-    tl.store(p_info + 3, own_hi - own_lo)
-    tl.store(p_info + 4, own_hot)
-    tl.store(p_info + 5, full_lo)
-    tl.store(p_info + 6, full_hi)
+    tl.store(seq_info + 2 * i_seq, mine)
+    tl.store(seq_info + 2 * i_seq + 1, first)
+    hot_cost = COST * own_hot
+    whole = own_hi - own_lo + hot_cost
     for start in range(0, mine, I):
-        o = start + tl.arange(0, I)
-        tl.store(items + 2 * (first + o), i_seq, mask=o < mine)
-        tl.store(items + 2 * (first + o) + 1, o, mask=o < mine)
+        part = start + tl.arange(0, I)
+        mask = part < mine
+        p_item = items + ITEM_FIELDS * (first + part)
+        cost_lo, cost_hi = whole * part // mine, whole * (part + 1) // mine
+        tl.store(p_item, i_seq, mask=mask)
+        tl.store(p_item + 1, mine, mask=mask)
+        tl.store(p_item + 2, own_lo + tl.maximum(cost_lo - hot_cost, 0), mask=mask)
+        tl.store(p_item + 3, own_lo + tl.maximum(cost_hi - hot_cost, 0), mask=mask)
+        tl.store(p_item + 4, tl.minimum(tl.cdiv(cost_lo, COST), own_hot), mask=mask)
+        tl.store(p_item + 5, tl.minimum(tl.cdiv(cost_hi, COST), own_hot), mask=mask)
+        tl.store(p_item + 6, full_lo, mask=mask)
+        tl.store(p_item + 7, full_hi, mask=mask)
     if i_seq == 0:
         for start in range(total, max_items, I):
             o = start + tl.arange(0, I)
-            tl.store(items + 2 * o, -1, mask=o < max_items)
+            tl.store(items + ITEM_FIELDS * o, -1, mask=o < max_items)
 
 
 def schedule(plan: DecodePlan, block_tables: torch.Tensor, seq_lens: torch.Tensor, hot: HotPool | None) -> None:
