@@ -98,12 +98,14 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Quantize float32 ``x`` along ``dim``: codes uint8 like x, scale and zero (None if symmetric) fp16, keepdim.
 
-    The codes span ``clip`` of the row's range about its middle (symmetric: of its largest size).
+    The codes span ``clip`` of the row's range: each end is drawn in by 1 - clip of its distance to the mean (symmetric:
+    of the largest size). About the mean and not the middle, so that a row of zeros with one spike keeps its zeros.
     Asymmetric: zero = low end rounded down to fp16, scale = (high end - zero) / (2^bits - 1), x = scale * code + zero.
     Symmetric: scale = -clip * (element of largest size) / 2^(bits-1), x = scale * (code - 2^(bits-1)); the sign of the
     scale gives the largest element the one code that has no opposite. A constant row has scale 0 and stores its value
-    in the zero; a zero row decodes to zeros. Values beyond fp16 are clamped by the caller.
+    in the zero; a zero row decodes to zeros. Values beyond fp16 are clamped.
     """
+    x = x.clamp(-FP16_MAX, FP16_MAX)
     top = scheme.levels - 1
     lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     if scheme.symmetric:
@@ -112,10 +114,13 @@ def quantize_rows(
         zero, base = None, torch.zeros_like(lo)
     else:
         bias = 0
-        margin = (hi - lo) * ((1 - scheme.clip) / 2)
-        zero = to_fp16_down(lo + margin)
+        if scheme.clip < 1:
+            mean = x.mean(dim, keepdim=True)
+            lo = lo + (1 - scheme.clip) * (mean - lo)
+            hi = hi - (1 - scheme.clip) * (hi - mean)
+        zero = to_fp16_down(lo)
         base = zero.float()
-        scale = ((hi - margin - base) / top).half()
+        scale = ((hi - base) / top).half()
     inverse = torch.where(scale == 0, torch.zeros_like(base), 1.0 / scale.float())
     codes = (((x - base) * inverse).round() + bias).clamp(0, top).to(torch.uint8)
     return codes, scale, zero
@@ -145,10 +150,7 @@ def offset(transform: KeyTransform, positions: torch.Tensor, dtype: torch.dtype 
 def encode(
     x: torch.Tensor, scheme: TensorScheme, transform: KeyTransform | None = None, positions: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Values as they are quantized: ``x`` [tokens, kv_heads, head_dim] float32, transformed (keys) and rotated.
-
-    The result is clamped to fp16 range.
-    """
+    """Values as they are quantized: ``x`` [tokens, kv_heads, head_dim] float32, transformed (keys) and rotated."""
     if transform is not None:
         if transform.mu is not None:
             assert positions is not None
@@ -156,7 +158,7 @@ def encode(
         x = x / transform.dim_scale.to(x.device, x.dtype)
     if scheme.rotate:
         x = x @ hadamard(x.shape[-1], x.dtype, x.device)
-    return x.clamp(-FP16_MAX, FP16_MAX)
+    return x
 
 
 def decode(
@@ -207,11 +209,13 @@ def write(
     positions: torch.Tensor | None = None,
     transform: KeyTransform | None = None,
     hot: HotPool | None = None,
-) -> None:
+) -> int:
     """Quantize ``key`` and ``value`` [tokens, kv_heads, head_dim] into the slots (page * page_size + row) of ``pages``.
 
-    Negative slots are skipped. A token whose page is hot is also copied, unchanged, into the hot pool.
+    Negative slots are skipped. A token whose page is hot is also copied, unchanged, into the hot pool. Returns how many
+    rows (of a token, head, and K or V) went beyond fp16 range once encoded, and were clamped.
     """
+    clamped = 0
     keep = slot_mapping >= 0
     slots = slot_mapping[keep].long()
     page, row = slots // layout.page_size, slots % layout.page_size
@@ -221,7 +225,9 @@ def write(
         (key, layout.scheme.key, views.k_codes, views.k_scales, transform),
         (value, layout.scheme.value, views.v_codes, views.v_scales, None),
     ):
-        codes, scale, zero = quantize_rows(encode(x[keep].float(), scheme, tf, pos), scheme)
+        rows = encode(x[keep].float(), scheme, tf, pos)
+        clamped += int((rows.abs() > FP16_MAX).any(-1).sum())
+        codes, scale, zero = quantize_rows(rows, scheme)
         codes_view[page, :, row] = pack(codes, scheme.bits)
         scales_view[page, :, row] = scale if zero is None else torch.cat([scale, zero], -1)
     if hot is not None:
@@ -229,6 +235,7 @@ def write(
         native = slot >= 0
         hot.pool[slot[native], 0, :, row[native]] = key[keep][native].to(hot.pool.dtype)
         hot.pool[slot[native], 1, :, row[native]] = value[keep][native].to(hot.pool.dtype)
+    return clamped
 
 
 def gather(
@@ -323,10 +330,12 @@ def paged_attention_decode(
     """Attention of query [num_seqs, q_len, heads, head_dim] over the dequantized context of each sequence.
 
     Returns out, like query in ``dtype``, and the log-sum-exp float32 [num_seqs, q_len, heads]. A sequence of length 0
-    gives zeros and -inf, as does a row before the start of its sequence (seq_len < q_len).
+    gives zeros and -inf (or the sink), as does a row before the start of its sequence (seq_len < q_len).
     """
     out = torch.zeros_like(query, dtype=dtype)
     lse = torch.full(query.shape[:3], -math.inf, dtype=torch.float32, device=query.device)
+    if sinks is not None:
+        lse[:] = sinks
     q_len = query.shape[1]
     for i, n in enumerate(seq_lens.tolist()):
         if n == 0:
@@ -336,4 +345,44 @@ def paged_attention_decode(
         rows = min(q_len, n)
         o, s = attention(query[i, q_len - rows :].to(dtype), key, value, scale, sliding_window, softcap, sinks)
         out[i, q_len - rows :], lse[i, q_len - rows :] = o, s.float()
+    return out, lse
+
+
+def paged_attention_prefill(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    transform: KeyTransform | None = None,
+    hot: HotPool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    position_offset: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of new tokens over the dequantized context of their sequence and, causally, over each other.
+
+    query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim]: rows cu_seqlens[i]..cu_seqlens[i + 1]
+    are the tokens that follow the first context_lens[i] of sequence i. Returns out, like query in ``dtype``, and the
+    log-sum-exp float32 [tokens, heads].
+    """
+    out = torch.zeros_like(query, dtype=dtype)
+    lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float32, device=query.device)
+    starts = cu_seqlens.tolist()
+    for i, n in enumerate(context_lens.tolist()):
+        new = slice(starts[i], starts[i + 1])
+        if new.start == new.stop:
+            continue
+        shift = 0 if position_offset is None else int(position_offset[i])
+        context_key, context_value = gather(pages, layout, block_tables[i], n, transform, hot, shift, dtype)
+        all_keys = torch.cat([context_key, key[new].to(dtype)])
+        all_values = torch.cat([context_value, value[new].to(dtype)])
+        o, s = attention(query[new].to(dtype), all_keys, all_values, scale, sliding_window, softcap, sinks)
+        out[new], lse[new] = o, s.float()
     return out, lse

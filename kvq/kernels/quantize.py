@@ -15,9 +15,9 @@ from kvq.kernels.planes import butterfly2, butterfly4, plane_dim
 from kvq.page import PageLayout
 from kvq.reference import HotPool, hadamard_block, word_hadamard
 
-WRITE_SMALL, WRITE_LARGE = (16, 2), (32, 2)  # tokens a program, warps: of a decode batch, of a prefill chunk
+WRITE_SMALL, WRITE_LARGE = (16, 2), (16, 1)  # tokens a program, warps: of a decode batch, of a prefill chunk
 FP16_MAX = tl.constexpr(65504.0)
-BAD_SLOT = tl.constexpr(0)  # entries of the status word, see ops.Status
+BAD_SLOT = tl.constexpr(0)  # entries of the status word, see ops.new_status
 NOT_FINITE = tl.constexpr(1)
 CLAMPED = tl.constexpr(2)
 BAD_POSITION = tl.constexpr(3)
@@ -27,12 +27,14 @@ BAD_POSITION = tl.constexpr(3)
 def load_plane(
     p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t,
     PLANE: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
-    KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr,
+    KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
     """Plane PLANE of T tokens, float32 [T, W], less the offset and divided by the pair scale."""
     dim = plane_dim(o_w, PLANE, PLANES, BLOCK)
     m_w = o_w < D // PLANES
     x = tl.load(p_x[:, None] + dim[None, :], mask=m_t[:, None] & m_w[None, :], other=0.0).to(tl.float32)
+    if CLAMP:
+        x = tame(x)
     if HAS_MU:
         pair = tl.load(dim_pair + dim, mask=m_w, other=0)
         mask = m_t[:, None] & m_w[None, :]
@@ -61,35 +63,32 @@ def fp16_down(x):
 
 
 @triton.jit
-def quantize_tensor(
-    p_x, p_hot, p_codes, p_scales, p_hadamard, p_mu, p_scale, dim_pair, far, near, pos, row, m_t, m_hot, status,
-    BITS: tl.constexpr, SYM: tl.constexpr, ROTATE: tl.constexpr, CLIP: tl.constexpr,
-    D: tl.constexpr, N: tl.constexpr, T: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr, CLAMP: tl.constexpr,
-    EXACT: tl.constexpr,
+def encode_planes(
+    p_x, p_hadamard, p_mu, p_scale, dim_pair, far, near, pos, m_t,
+    PLANES: tl.constexpr, ROTATE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr,
+    CHECK: tl.constexpr, CLAMP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """K or V of T tokens of one head; p_* are pointers [T], row int32 [T] the rows of the tokens in their pages."""
-    PLANES: tl.constexpr = 16 // BITS
+    """Values as they are quantized, float32 planes [T, W] (2 and 3 repeat 0 and 1 when PLANES is 2), and whether each
+    row was finite; ``p_x`` pointers [T]."""
     o_w = tl.arange(0, W)
-    m_w = o_w < D // PLANES
-    if HAS_HOT:
-        for a in tl.static_range(PLANES):
-            dim = plane_dim(o_w, a, PLANES, BLOCK)
-            mask = m_hot[:, None] & m_w[None, :]
-            b_x = tl.load(p_x[:, None] + dim[None, :], mask=mask, other=0.0)
-            tl.store(p_hot[:, None] + dim[None, :], b_x.to(p_hot.dtype.element_ty), mask=mask)
-    x0 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 0, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE)  # fmt: skip
-    x1 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 1, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE)  # fmt: skip
+    x0 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 0, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP)  # fmt: skip
+    x1 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 1, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP)  # fmt: skip
     if PLANES == 4:
-        x2 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 2, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE)  # fmt: skip
-        x3 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 3, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE)  # fmt: skip
+        x2 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 2, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP)  # fmt: skip
+        x3 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 3, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP)  # fmt: skip
     else:
         x2, x3 = x0, x1
-    if CLAMP:  # NaN to 0, infinities to the largest float
-        x0, x1, x2, x3 = tame(x0), tame(x1), tame(x2), tame(x3)
+    probe = x0 * 0.0
+    if CHECK and CLAMP:  # what was clamped is counted too
+        for a in tl.static_range(PLANES):
+            mask = m_t[:, None] & (o_w < D // PLANES)[None, :]
+            raw = tl.load(p_x[:, None] + plane_dim(o_w, a, PLANES, BLOCK)[None, :], mask=mask, other=0.0)
+            probe += raw.to(tl.float32) * 0.0
+    elif CHECK and not (ROTATE and EXACT):
+        probe += x1 * 0.0 + (x2 * 0.0 + x3 * 0.0)
     if ROTATE:
-        o_h = tl.arange(0, W)
-        h = tl.load(p_hadamard + o_h[:, None] * W + o_h[None, :])
+        h = tl.load(p_hadamard + o_w[:, None] * W + o_w[None, :])
         x0 = rotate_rows(x0, h, p_x, EXACT)
         x1 = rotate_rows(x1, h, p_x, EXACT)
         if PLANES == 4:
@@ -100,8 +99,34 @@ def quantize_tensor(
         else:
             x0, x1 = butterfly2(x0, x1)
         x0, x1 = x0 * NORM, x1 * NORM
-    if PLANES == 2:
-        x2, x3 = x0, x1
+        if PLANES == 2:
+            x2, x3 = x0, x1
+        if EXACT:
+            probe = x0 * 0.0  # a NaN or inf anywhere is in every value of its Hadamard block
+    good = m_t
+    if CHECK:
+        good = tl.sum(probe, 1) == 0.0  # NaN when a value is not finite
+    return x0, x1, x2, x3, good
+
+
+@triton.jit
+def store_quantized(
+    x0, x1, x2, x3, p_x, p_hot, p_codes, p_scales, row, m_t, m_hot, status,
+    BITS: tl.constexpr, SYM: tl.constexpr, CLIP: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, HAS_HOT: tl.constexpr, CLAMP: tl.constexpr,
+):  # fmt: skip
+    """Quantize planes of T tokens of one head into their rows; p_* are pointers [T], row int32 [T]."""
+    PLANES: tl.constexpr = 16 // BITS
+    o_w = tl.arange(0, W)
+    m_w = o_w < D // PLANES
+    if HAS_HOT:
+        for a in tl.static_range(PLANES):
+            dim = plane_dim(o_w, a, PLANES, BLOCK)
+            mask = m_hot[:, None] & m_w[None, :]
+            b_x = tl.load(p_x[:, None] + dim[None, :], mask=mask, other=0.0)
+            if CLAMP:
+                b_x = tame(b_x.to(tl.float32))
+            tl.store(p_hot[:, None] + dim[None, :], b_x.to(p_hot.dtype.element_ty), mask=mask)
     hi = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
     lo = tl.minimum(tl.minimum(x0, x1), tl.minimum(x2, x3))
     hi = tl.max(tl.where(m_w[None, :], hi, -float("inf")), 1)
@@ -119,10 +144,16 @@ def quantize_tensor(
         tl.store(p_scales.to(tl.pointer_type(tl.float16)) + row, scale, mask=m_t)
     else:
         BIAS: tl.constexpr = 0
-        margin = (hi - lo) * ((1.0 - CLIP) / 2.0)
-        zero = fp16_down(lo + margin)
+        if CLIP < 1.0:
+            mean = tl.sum(tl.where(m_w[None, :], x0 + x1, 0.0), 1)
+            if PLANES == 4:
+                mean += tl.sum(tl.where(m_w[None, :], x2 + x3, 0.0), 1)
+            mean = mean * (1.0 / D)
+            lo += (1.0 - CLIP) * (mean - lo)
+            hi -= (1.0 - CLIP) * (hi - mean)
+        zero = fp16_down(lo)
         base = zero.to(tl.float32)
-        scale = ((hi - margin - base) * (1.0 / TOP)).to(tl.float16)
+        scale = ((hi - base) * (1.0 / TOP)).to(tl.float16)
         both = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)  # fmt: skip
         tl.store(p_scales.to(tl.pointer_type(tl.int32)) + row, both, mask=m_t)
     size = scale.to(tl.float32)
@@ -150,8 +181,9 @@ def rotate_rows(x, h, p_x, EXACT: tl.constexpr):
 
 @triton.jit
 def tame(x):
+    """NaN to 0 and infinities to fp16's largest."""
     x = tl.where(x == x, x, 0.0)
-    return tl.minimum(tl.maximum(x, -3.0e38), 3.0e38)
+    return tl.where(tl.abs(x) == float("inf"), tl.where(x > 0, FP16_MAX, -FP16_MAX), x)
 
 
 @triton.jit
@@ -169,19 +201,12 @@ def encode_plane(x, base, inv, BIAS: tl.constexpr, TOP: tl.constexpr):
 
 
 @triton.jit
-def row_finite(p_x, m_t, D: tl.constexpr, DP: tl.constexpr):
-    o_d = tl.arange(0, DP)
-    x = tl.load(p_x[:, None] + o_d[None, :], mask=m_t[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
-    return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, 1) == 0
-
-
-@triton.jit
 def write_kernel(
     key, value, slot_mapping, positions, pages, hot_pool, slot_of_page, k_hadamard, v_hadamard,
     dim_scale, dim_pair, dim_mu, near, far, status,
     stride_k_tok, stride_k_head, stride_v_tok, stride_v_head, stride_page, head_bytes, v_codes, k_scales, v_scales,
     tokens, num_pages, max_position,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
     K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, K_CLIP: tl.constexpr, V_CLIP: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
@@ -212,10 +237,18 @@ def write_kernel(
         if bad > 0 and i_head == 0:
             tl.atomic_add(status + BAD_POSITION, bad, sem="relaxed")
         m_t = m_t & good
+    EXACT_KEY: tl.constexpr = EXACT and not HAS_MU and not HAS_SCALE
+    k0, k1, k2, k3, good = encode_planes(
+        p_k, k_hadamard, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair, far, near, pos, m_t,
+        16 // K_BITS, K_ROTATE, D, N, WK, BLOCK, NORM, KV_HEADS, HAS_MU, HAS_SCALE, CHECK, CLAMP, EXACT_KEY,
+    )  # fmt: skip
+    if HAS_VALUE:
+        v0, v1, v2, v3, good_value = encode_planes(
+            p_v, v_hadamard, dim_mu, dim_scale, dim_pair, far, near, pos, m_t,
+            16 // V_BITS, V_ROTATE, D, N, WV, BLOCK, NORM, KV_HEADS, False, False, CHECK, CLAMP, EXACT,
+        )  # fmt: skip
+        good = good & good_value
     if CHECK:
-        good = row_finite(p_k, m_t, D, DP)
-        if HAS_VALUE:
-            good = good & row_finite(p_v, m_t, D, DP)
         bad = tl.sum((m_t & ~good).to(tl.int32), 0)
         if bad > 0:
             tl.atomic_add(status + NOT_FINITE, bad, sem="relaxed")
@@ -228,17 +261,14 @@ def write_kernel(
         m_hot = m_t & (hot_slot >= 0)
         p_hot = hot_pool + ((hot_slot * 2 * KV_HEADS + i_head) * N + row) * D
     p_page = pages + page * stride_page + i_head * head_bytes
-    quantize_tensor(
-        p_k, p_hot, p_page, p_page + k_scales, k_hadamard, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair, far, near,
-        pos, row, m_t, m_hot, status,
-        K_BITS, K_SYM, K_ROTATE, K_CLIP, D, N, T, WK, BLOCK, NORM, KV_HEADS, HAS_MU, HAS_SCALE, HAS_HOT, CLAMP,
-        EXACT and not HAS_MU and not HAS_SCALE,
+    store_quantized(
+        k0, k1, k2, k3, p_k, p_hot, p_page, p_page + k_scales, row, m_t, m_hot, status,
+        K_BITS, K_SYM, K_CLIP, D, WK, BLOCK, HAS_HOT, CLAMP,
     )  # fmt: skip
     if HAS_VALUE:
-        quantize_tensor(
-            p_v, p_hot + KV_HEADS * N * D, p_page + v_codes, p_page + v_scales, v_hadamard, dim_mu, dim_scale, dim_pair, far, near,
-            pos, row, m_t, m_hot, status,
-            V_BITS, V_SYM, V_ROTATE, V_CLIP, D, N, T, WV, BLOCK, NORM, KV_HEADS, False, False, HAS_HOT, CLAMP, EXACT,
+        store_quantized(
+            v0, v1, v2, v3, p_v, p_hot + KV_HEADS * N * D, p_page + v_codes, p_page + v_scales, row, m_t, m_hot, status,
+            V_BITS, V_SYM, V_CLIP, D, WV, BLOCK, HAS_HOT, CLAMP,
         )  # fmt: skip
 
 
@@ -257,7 +287,8 @@ def write(
 ) -> None:
     """Launch the quantize-on-write of ``key`` and ``value`` [tokens, kv_heads, head_dim]; graph-safe.
 
-    ``value`` None writes keys alone. Tokens with a bad slot, position or value are skipped and counted in ``status`` int32 [4] (ops.Status).
+    ``value`` None writes keys alone. Tokens with a bad slot, position or value are skipped and counted in
+    ``status`` int32 [4] (ops.new_status).
     """
     ks, vs, head_dim = layout.scheme.key, layout.scheme.value, layout.head_dim
     block = hadamard_block(head_dim)
@@ -277,7 +308,7 @@ def write(
         key.stride(0), key.stride(1), *(key if value is None else value).stride()[:2], pages.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         tokens, pages.shape[0], 0 if transform is None else transform.max_position,
-        KV_HEADS=layout.kv_heads, D=head_dim, DP=next_pow2(head_dim), N=layout.page_size, T=per_program,
+        KV_HEADS=layout.kv_heads, D=head_dim, N=layout.page_size, T=per_program,
         K_BITS=ks.bits, V_BITS=vs.bits, K_SYM=ks.symmetric, V_SYM=vs.symmetric, K_ROTATE=ks.rotate,
         V_ROTATE=vs.rotate, K_CLIP=ks.clip, V_CLIP=vs.clip,
         WK=max(16, next_pow2(head_dim // ks.planes)), WV=max(16, next_pow2(head_dim // vs.planes)),
