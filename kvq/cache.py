@@ -24,7 +24,7 @@ class PagedKVCache:
         scheme: a QuantScheme or its name ("int4", "int8", "k8v4", "int4-sym").
         transform: the layer's KeyTransform, or None.
         hot_pages: slots of the hot pool.
-        dtype: of the hot pool and of what ``gather`` returns: the model's.
+        dtype: of the hot pool and of what ``gather`` returns: the model's. None takes that of the first write.
         max_position: highest position a transform with an offset has tables for.
         device: default CUDA where there is one.
 
@@ -42,7 +42,7 @@ class PagedKVCache:
         transform: KeyTransform | None = None,
         hot_pages: int = 0,
         *,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype | None = None,
         max_position: int = 131072,
         device: torch.device | str | None = None,
     ) -> None:
@@ -50,7 +50,7 @@ class PagedKVCache:
             raise ValueError(f"num_pages is {num_pages}; it must be positive")
         if hot_pages < 0:
             raise ValueError(f"hot_pages is {hot_pages}; it must not be negative")
-        if dtype not in ops.FLOATS:
+        if dtype is not None and dtype not in ops.FLOATS:
             raise TypeError(f"dtype is {dtype}; allowed: float16, bfloat16, float32")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,7 +70,7 @@ class PagedKVCache:
         )
         self.pages = torch.zeros(num_pages, self.layout.page_bytes, dtype=torch.uint8, device=device)
         shape = (hot_pages, 2, kv_heads, page_size, head_dim)
-        self._pool = torch.zeros(shape, dtype=dtype, device=device)
+        self._pool = torch.zeros(shape, dtype=dtype or torch.float16, device=device)
         self.hot_index = torch.full((num_pages,), -1, dtype=torch.int32, device=device)
         self._written = torch.zeros(num_pages + 1, dtype=torch.bool, device=device)  # the last entry takes skipped tokens
         self._free_slots = list(range(hot_pages))
@@ -107,6 +107,9 @@ class PagedKVCache:
         on_nonfinite: ops.OnNonfinite = "raise",
     ) -> None:
         """Quantize tokens [tokens, kv_heads, head_dim] into their slots; see ops.write_pages."""
+        if self.dtype is None and key.dtype in ops.FLOATS:
+            self.dtype = key.dtype
+            self._pool = self._pool.to(key.dtype)
         ops.write_pages(
             self.pages, self.layout, key, value, slot_mapping, positions, self.transform, self.hot,
             check=check, on_nonfinite=on_nonfinite, status=self.status,
@@ -126,7 +129,7 @@ class PagedKVCache:
         """K and V of tokens start..seq_len of a sequence, [tokens, kv_heads, head_dim] in ``dtype``; hot pages exact."""
         return ops.gather_pages(
             self.pages, self.layout, block_table, seq_len, self.transform, self.hot,
-            start=start, position_offset=position_offset, dtype=dtype or self.dtype,
+            start=start, position_offset=position_offset, dtype=dtype or self._pool.dtype,
         )  # fmt: skip
 
     def plan(
@@ -144,10 +147,12 @@ class PagedKVCache:
         A page that already holds tokens stays quantized: promoting never up-converts. Pages beyond the free slots are
         left quantized too. Synchronises.
         """
+        pages = list(pages)
+        for page in pages:
+            self._check_page(page)
         written = self._written.tolist()
         taken = []
         for page in pages:
-            self._check_page(page)
             if page in self._slot_of or written[page] or not self._free_slots:
                 continue
             self._slot_of[page] = self._free_slots.pop()
@@ -157,7 +162,7 @@ class PagedKVCache:
 
     def demote(self, pages: Iterable[int]) -> None:
         """Take the hot slots of ``pages`` back; they keep what was quantized when it was written. Others are ignored."""
-        gone = [page for page in pages if page in self._slot_of]
+        gone = [page for page in dict.fromkeys(pages) if page in self._slot_of]
         self._free_slots.extend(self._slot_of.pop(page) for page in gone)
         self._set_index(gone)
 

@@ -26,7 +26,11 @@ STATUS_FIELDS = ("bad_slots", "not_finite", "clamped_rows", "bad_positions")
 
 
 def new_status(device: torch.device | str) -> torch.Tensor:
-    """int32 [4] of zeros: device counters of bad_slots, not_finite, clamped_rows, bad_positions (STATUS_FIELDS)."""
+    """int32 [4] of zeros, device counters (STATUS_FIELDS).
+
+    bad_slots, bad_positions: tokens skipped. not_finite: heads of tokens skipped (clamped with on_nonfinite="clamp").
+    clamped_rows: rows of a token, head, and K or V that went beyond fp16 range once encoded.
+    """
     return torch.zeros(len(STATUS_FIELDS), dtype=torch.int32, device=device)
 
 
@@ -97,7 +101,7 @@ def write_pages(
     check_pages(pages, layout)
     _check_tokens("key", key, layout, pages)
     _check_tokens("value", value, layout, pages)
-    tokens = slot_mapping.shape[0]
+    tokens = slot_mapping.numel()
     _check_ids("slot_mapping", slot_mapping, (tokens,), pages.device)
     if key.shape[0] < tokens or value.shape[0] < tokens:
         raise ValueError(f"slot_mapping has {tokens} slots; key has {key.shape[0]} and value {value.shape[0]} tokens")
@@ -122,6 +126,8 @@ def write_pages(
             check_finite("value", value[live])
     elif check != "flag":
         raise ValueError(f"check is {check!r}; allowed: 'sync', 'flag'")
+    if status is None:
+        status = new_status(pages.device)
     if pages.is_cuda:
         from kvq.kernels.quantize import write
 
@@ -130,21 +136,22 @@ def write_pages(
             layout,
             key if key.stride(2) == 1 else key.contiguous(),
             value if value.stride(2) == 1 else value.contiguous(),
-            slot_mapping,
-            new_status(pages.device) if status is None else status,
-            positions,
+            slot_mapping.contiguous(),
+            status,
+            None if positions is None else positions.contiguous(),
             transform,
             hot,
             clamp=on_nonfinite == "clamp",
             check=check == "flag",
         )
         return
-    slots = slot_mapping.clone()
+    slots = slot_mapping
     if check == "flag":
         slots = _flagged_slots(pages, layout, key, value, slots, positions, transform, on_nonfinite, status)
     if on_nonfinite == "clamp":
         key, value = finite(key), finite(value)
-    reference.write(pages, layout, key, value, slots, positions, None if transform is None else transform.source, hot)
+    source = None if transform is None else transform.source
+    status[2] += reference.write(pages, layout, key, value, slots, positions, source, hot)
 
 
 def _flagged_slots(
@@ -156,23 +163,21 @@ def _flagged_slots(
     positions: torch.Tensor | None,
     transform: DeviceTransform | None,
     on_nonfinite: OnNonfinite,
-    status: torch.Tensor | None,
+    status: torch.Tensor,
 ) -> torch.Tensor:
     """CPU side of ``check="flag"``: slots with bad tokens made negative, and counted as the kernel counts them."""
-    counts = torch.zeros(len(STATUS_FIELDS), dtype=torch.int32)
+    slots = slots.clone()
     bad = slots >= pages.shape[0] * layout.page_size
-    counts[0] = bad.sum()
+    status[0] += bad.sum()
     slots[bad] = -1
     if transform is not None and transform.pairs and positions is not None:
         bad = (slots >= 0) & ((positions < 0) | (positions > transform.max_position))
-        counts[3] = bad.sum()
+        status[3] += bad.sum()
         slots[bad] = -1
-    bad = (slots >= 0) & ~(torch.isfinite(key).all(-1) & torch.isfinite(value).all(-1)).all(-1)
-    counts[1] = bad.sum()
+    bad = (slots >= 0)[:, None] & ~(torch.isfinite(key).all(-1) & torch.isfinite(value).all(-1))
+    status[1] += bad.sum()
     if on_nonfinite == "raise":
-        slots[bad] = -1
-    if status is not None:
-        status += counts
+        slots[bad.any(-1)] = -1
     return slots
 
 
@@ -192,13 +197,19 @@ def gather_pages(
     """K and V of tokens start..seq_len of one sequence, [seq_len - start, kv_heads, head_dim], original space."""
     check_pages(pages, layout)
     needed = -(-seq_len // layout.page_size)
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype is {dtype}; it must be a floating type")
     if not 0 <= start <= seq_len:
         raise ValueError(f"start is {start}; it must be in 0..{seq_len} (seq_len)")
-    _check_ids("block_table", block_table, (block_table.shape[0],), pages.device)
+    _check_ids("block_table", block_table, (block_table.numel(),), pages.device)
     if needed > block_table.shape[0]:
         raise ValueError(f"seq_len is {seq_len}; block_table has {block_table.shape[0]} pages of {layout.page_size}")
     if check == "sync":
         _check_table("block_table", block_table[:needed], pages.shape[0])
+    if transform is not None and transform.pairs and start < seq_len:
+        lo, hi = start + position_offset, seq_len - 1 + position_offset
+        if lo < 0 or hi > transform.max_position:
+            raise ValueError(f"positions are {lo}..{hi}; allowed: 0..{transform.max_position}")
     if not pages.is_cuda:
         source = None if transform is None else transform.source
         key, value = reference.gather(pages, layout, block_table, seq_len, source, hot, position_offset, dtype)
@@ -208,7 +219,7 @@ def gather_pages(
     shape = (seq_len - start, layout.kv_heads, layout.head_dim)
     key = torch.empty(shape, dtype=dtype, device=pages.device)
     value = torch.empty_like(key)
-    gather(pages, layout, block_table, start, seq_len, key, value, transform, hot, position_offset)
+    gather(pages, layout, block_table.contiguous(), start, seq_len, key, value, transform, hot, position_offset)
     return key, value
 
 
@@ -278,12 +289,14 @@ def decode_pages(
         raise ValueError(f"sliding_window is {sliding_window}; it must be positive, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or None")
-    if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; expected [{heads}]")
+    if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in FLOATS):
+        raise ValueError(f"sinks is {sinks.dtype} {tuple(sinks.shape)}; expected float [{heads}]")
     if position_offset is not None:
         _check_ids("position_offset", position_offset, (num_seqs,), pages.device)
     if out is not None and (out.shape != (query.squeeze(1) if squeeze else query).shape or out.stride(-1) != 1):
         raise ValueError(f"out has shape {tuple(out.shape)}; expected that of query, contiguous in its last dim")
+    if out is not None and out.dtype not in (query.dtype, torch.float32):
+        raise TypeError(f"out is {out.dtype}; allowed: {query.dtype}, float32")
     scale = head_dim**-0.5 if scale is None else scale
     if not math.isfinite(scale):
         raise ValueError(f"scale is {scale}; it must be finite")

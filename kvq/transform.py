@@ -64,6 +64,8 @@ class KeyTransform:
                 raise ValueError(f"{name} holds NaN or inf")
             dtype = torch.float64 if name == "inv_freq" else torch.float32
             object.__setattr__(self, name, tensor.detach().to("cpu", dtype).contiguous())
+        if self.mu is not None and not self.mu.any():
+            object.__setattr__(self, "mu", None)  # an offset of zeros is none
         if self.pair_scale is not None and not (self.pair_scale > 0).all():
             raise ValueError("pair_scale holds values that are not positive")
 

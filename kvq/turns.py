@@ -49,7 +49,8 @@ class TurnBook:
         starts = self._starts.get(sequence, [0])
         if self.recent_turns == 0:
             return first
-        window = starts[-min(self.recent_turns, len(starts))] // self.page_size
+        # fewer starts than that were noted: what came before the first is a turn too
+        window = (starts[-self.recent_turns] if len(starts) >= self.recent_turns else 0) // self.page_size
         return first + [page for page in range(window, count) if page or not first]
 
     def drop(self, sequence: Hashable) -> None:
