@@ -94,8 +94,8 @@ class Lease:
 
 
 class RetainedPool:
-    """Connects one policy with one scheduler. Call `arrived`, `tick` and (on an abort before blocks) `aborted`; the rest
-    is hooked into the scheduler's `_free_blocks`, `allocate_slots` and `get_new_blocks`.
+    """Connects one policy with one scheduler. Call `arrived`, `tick` and (on an abort before blocks) `aborted`; the
+    rest is hooked into the scheduler's `_free_blocks`, `allocate_slots` and `get_new_blocks`.
 
     finished: called with a request as it ends, its retainable blocks and how many of those, at the head, others hold;
     returns what to tell the policy. clock: seconds.
@@ -180,7 +180,7 @@ class RetainedPool:
     def _allocate(self, request: Request, num_new_tokens: int, *args, **kwargs):  # type: ignore[no-untyped-def]
         self._allocating = request
         first = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        if first and hasattr(self.policy, "admit") and not self.policy.admit(request.request_id):
+        if first and not self.policy.admits(request.request_id):
             return None
         result = self._allocate_slots(request, num_new_tokens, *args, **kwargs)
         while result is None and self._hard_leases and (self.retry or not first):

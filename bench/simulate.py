@@ -12,6 +12,7 @@ import heapq
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.steptime import GPUS, StepTime
-from bench.workloads import Program, Turn, Workload
+from bench.workloads import TOOL_MIXES, Program, Synthetic, Turn, Workload, closed_loop, plain_requests
 from retention import ProgramKey, ToolCall, TurnArrived, TurnFinished, make_policy
 from retention.policy import Policy
 
@@ -140,8 +141,8 @@ def policy_maker(name: str, **settings: Any) -> PolicyMaker:
 class Simulator:
     """One run of one workload under one policy.
 
-    make_policy: None runs the stock scheduler without any hook. num_blocks: usable KV blocks, default what `step_time`'s
-    GPU holds. fast_forward: False takes every decode step by itself (same results, slower).
+    make_policy: None runs the stock scheduler without any hook. num_blocks: usable KV blocks, default what the GPU of
+    `step_time` holds. fast_forward: False takes every decode step by itself (same results, slower).
     Raises ValueError for a turn that can never fit the pool.
     """
 
@@ -237,30 +238,31 @@ class Simulator:
         for program in agents + [p for p in self.workload.programs if not p.agent]:
             self._push(program.arrival, program, 0)
 
-    def _push(self, time: float, program: Program, turn: int) -> None:
-        heapq.heappush(self._events, (time, self._sequence, program, turn))
+    def _push(self, at: float, program: Program, turn: int) -> None:
+        heapq.heappush(self._events, (at, self._sequence, program, turn))
         self._sequence += 1
 
     def _deliver(self) -> None:
         while self._events and self._events[0][0] <= self._now:
-            time, _, program, index = heapq.heappop(self._events)
-            self._arrive(time, program, index)
+            at, _, program, index = heapq.heappop(self._events)
+            self._arrive(at, program, index)
 
-    def _arrive(self, time: float, program: Program, index: int) -> None:
+    def _arrive(self, at: float, program: Program, index: int) -> None:
         turn = program.turns[index]
         request_id = f"{program.id}#{index}"
         if index == 0:
-            self._started[program.id] = time
+            self._started[program.id] = at
         request = self._request(
             request_id,
             self._zeros[: turn.prompt_tokens],
             self._sampling(turn.output_tokens),
             None,
-            arrival_time=time,
+            arrival_time=at,
             block_hasher=_hasher(turn, request_id, self.workload.block_size),
         )
+        before = program.turns[index - 1].tool if index else None
         self._records[request_id] = TurnRecord(
-            program.id, index, program.agent, time, turn.prompt_tokens, tool=program.turns[index - 1].tool if index else None
+            program.id, index, program.agent, at, turn.prompt_tokens, tool=before
         )
         self._programs[request_id] = (program, index)
         self._refused = False
@@ -392,7 +394,7 @@ class Simulator:
 
     def _decode_steps(self) -> int:
         """How many steps can be taken as one: all running requests decode, none ends before the last step, the waiting
-        queue cannot move, no event or tick falls before the last step, and free blocks suffice (so nothing is preempted).
+        queue cannot move, no event or tick falls before the last step, and free blocks suffice (nothing is preempted).
         """
         scheduler = self._scheduler
         running = scheduler.running
@@ -409,9 +411,9 @@ class Simulator:
         if self._events:
             stop = min(stop, self._events[0][0])
         batch, kv_tokens = len(running), sum(request.num_computed_tokens for request in running)
-        count, time = 0, self._now
-        while count < limit and (time < stop or not count):
-            time += self._step_time.step(batch, 0.0, kv_tokens)
+        count, at = 0, self._now
+        while count < limit and (at < stop or not count):
+            at += self._step_time.step(batch, 0.0, kv_tokens)
             kv_tokens += batch
             count += 1
         free, size = scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), self.workload.block_size
@@ -465,3 +467,56 @@ def _hasher(turn: Turn, request_id: str, block_size: int) -> Callable[[Request],
         return known + [f"{request_id}/{i}".encode() for i in range(have + len(known), full)]
 
     return hashes
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`report`: the whole study, to a file. `run`: one synthetic workload under one policy, printed."""
+    import argparse
+    import sys
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["report"]:
+        from bench import retention_study
+
+        return retention_study.main(argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=__doc__.split("\n")[0])
+    command = parser.add_subparsers(dest="command", required=True)
+    command.add_parser("report", help="run the retention study and write its report", add_help=False)
+    run = command.add_parser("run", help="simulate one synthetic workload")
+    run.add_argument("--policy", default="value", help="a retention policy, or none for the stock scheduler")
+    run.add_argument("--gpu", choices=sorted(GPUS), default="H100")
+    run.add_argument("--blocks", type=int, help="KV blocks of 64 tokens (default: what the GPU holds)")
+    run.add_argument("--programs", type=int, default=100)
+    run.add_argument("--turns", type=int, nargs="+", default=[10], help="turns of a program; several: drawn from them")
+    run.add_argument("--concurrency", type=int, default=16, help="agents at once")
+    run.add_argument("--tools", choices=sorted(TOOL_MIXES), default="coding")
+    run.add_argument("--tool-frequency", type=float, default=1.0, help="share of turns that call a tool")
+    run.add_argument("--tool-scale", type=float, default=1.0, help="factor on all tool times")
+    run.add_argument("--fillers", type=float, default=0.0, help="plain requests a second")
+    run.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    from bench.retention_study import summarize
+
+    workload = Synthetic(
+        programs=args.programs,
+        turns=args.turns,
+        tools=args.tools,
+        tool_frequency=args.tool_frequency,
+        tool_scale=args.tool_scale,
+    ).build(args.seed)
+    programs = workload.programs
+    if args.fillers:
+        turns = sum(len(p.turns) for p in programs)
+        programs += plain_requests(int(args.fillers * 30 * turns / args.concurrency) + 1, args.fillers, args.seed)
+    workload = closed_loop(workload.name, programs, args.concurrency, 20.0, args.seed)
+    maker = None if args.policy == "none" else policy_maker(args.policy)
+    started = time.perf_counter()
+    result = Simulator(workload, maker, StepTime(GPUS[args.gpu]), args.blocks).run()
+    for name, value in summarize(result).items():
+        print(f"{name:18} {value:14.3f}")
+    print(f"{'real seconds':18} {time.perf_counter() - started:14.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

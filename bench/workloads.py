@@ -71,7 +71,7 @@ class Workload:
         return sum(sizes) / len(sizes) if sizes else 0.0
 
 
-# Tool times -----------------------------------------------------------------------------------------------------------
+# Tool times
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Quantiles:
         return math.exp(math.log(x0) + (u - p0) / (p1 - p0) * (math.log(x1) - math.log(x0)))
 
 
-# Measured quantiles of eunomia-bpf/agentcgroup (two setups) and callanjfox/kv-cache-tester. Beyond p99 nothing is known:
-# the last point is twice p99, or the bound given.
+# Measured quantiles of eunomia-bpf/agentcgroup (two setups) and callanjfox/kv-cache-tester. Beyond the last one nothing
+# is known: the end is set to twice it.
 BASH_LOCAL = Quantiles(((0.40, 0.7), (0.5, 6.51), (0.75, 8.68), (0.9, 10.8), (0.95, 13.5), (0.99, 26.0), (1.0, 52.0)))
 READ_LOCAL = Quantiles(((0.5, 0.013), (0.75, 0.019), (0.9, 0.041), (0.95, 0.044), (0.99, 0.054), (1.0, 0.108)))
 ALL_HAIKU = Quantiles(((0.5, 0.064), (0.75, 0.97), (0.9, 1.77), (0.95, 4.2), (0.99, 120.0), (1.0, 240.0)))
@@ -112,14 +112,14 @@ TOOL_MIXES: dict[str, ToolMix] = {
 def draw_tool(mix: ToolMix, rng: random.Random) -> tuple[str, float]:
     """A tool and its seconds."""
     u = rng.random()
-    for share, tool, durations in mix:
+    for share, tool, durations in mix:  # noqa: B007
         u -= share
         if u < 0:
             break
     return tool, durations.sample(rng)
 
 
-# Synthetic ------------------------------------------------------------------------------------------------------------
+# Synthetic programs
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _digest(*parts: object) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
-# Recorded -------------------------------------------------------------------------------------------------------------
+# Recorded programs
 
 Tokenizer = Callable[[str], Sequence[int]]
 
@@ -236,8 +236,8 @@ def agent_traces(
 ) -> list[Program]:
     """Programs of one folder of agent-traces (miniswe, taubench, magagent): a session a program, requests by time.
 
-    The traces have no tool times apart from the model's: they are drawn from `tools`, as are tool names. A prompt longer
-    than `max_context` ends its program.
+    The traces have no tool times apart from the model's: they are drawn from `tools`, as are tool names. A prompt
+    longer than `max_context` ends its program.
     """
     files = sorted(folder.glob("*.jsonl"))
     if not files:
@@ -254,9 +254,8 @@ def agent_traces(
             tool, seconds = draw_tool(TOOL_MIXES[tools], rng)
             last = i == len(rows) - 1
             # The output's blocks stay private: these recordings do not put the output into the next prompt.
-            turns.append(
-                Turn(max(1, len(tokens)), OUTPUT_TOKENS, chain(tokens), None if last else tool, 0.0 if last else seconds)
-            )
+            wait = (None, 0.0) if last else (tool, seconds)
+            turns.append(Turn(max(1, len(tokens)), OUTPUT_TOKENS, chain(tokens), *wait))
         if turns:
             programs.append(Program(f"{folder.name}-{path.stem.split('.')[0]}", _close(turns)))
     return programs
@@ -268,8 +267,8 @@ def claude_code_traces(
     """Programs of claude-code-traces, from their hash ids (64-token blocks, local to a session).
 
     scale: keeps that share of each prompt's blocks (first ones), to fit small GPUs. Tool seconds are the recorded
-    `think_time`; `tools` draws them instead. A turn that the recording ended with tool use waits for its tool, any other
-    for a person.
+    `think_time`; `tools` draws them instead. A turn that the recording ended with tool use waits for its tool, any
+    other for a person.
     """
     files = sorted(folder.glob("*.json"))
     if not files:
@@ -302,7 +301,7 @@ def claude_code_traces(
 def azure_requests(
     path: Path, count: int, rate: float, seed: int = 0, start: float = 0.0, max_context: int = 8192
 ) -> list[Program]:
-    """Plain requests with the lengths and the arrival pattern of the Azure code trace, sped to `rate` requests a second.
+    """Plain requests with lengths and arrival pattern of the Azure code trace, sped up or down to `rate` a second.
 
     A random stretch of `count` rows is taken; no two share a prefix (the trace has no contents).
     """
@@ -328,15 +327,20 @@ def azure_requests(
 
 
 def plain_requests(
-    count: int, rate: float, seed: int = 0, prompt: tuple[int, int] = (100, 3000), start: float = 0.0
+    count: int,
+    rate: float,
+    seed: int = 0,
+    prompt: tuple[int, int] = (100, 3000),
+    start: float = 0.0,
+    name: str = "filler",
 ) -> list[Program]:
     """Filler agents: plain requests by Poisson at `rate` a second, uniform prompt lengths, nothing shared."""
-    rng = random.Random(f"plain/{seed}")
+    rng = random.Random(f"{name}/{seed}")
     time, programs = start, []
     for i in range(count):
         time += rng.expovariate(rate)
         turn = Turn(rng.randint(*prompt), OUTPUT_TOKENS, (), None)
-        programs.append(Program(f"plain-{seed}-{i}", [turn], arrival=time, agent=False))
+        programs.append(Program(f"{name}-{seed}-{i}", [turn], arrival=time, agent=False))
     return programs
 
 
@@ -360,7 +364,7 @@ def closed_loop(name: str, programs: Sequence[Program], concurrency: int, ramp: 
 
 
 def repeat(programs: Sequence[Program], count: int, seed: int = 0) -> list[Program]:
-    """`count` programs drawn from recorded ones, each with blocks of its own: copies must not hit each other's cache."""
+    """`count` programs drawn from recorded ones, each with blocks of its own: copies must not hit one another."""
     rng = random.Random(f"repeat/{seed}")
     order: list[Program] = []
     while len(order) < count:
