@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from kvq.page import PageLayout
 from kvq.reference import HotPool, word_hadamard
+from kvq.tuned import DecodeConfig, pick
 
 MAX_Q_LEN = 8
 ITEM = 8  # int32 fields of a work item
 HOT_COST = 8  # quantized pages that take as long as one page in the model's precision
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """Launch configuration of the decode kernel. ``programs``: work items times kv heads aimed at, a multiprocessor;
-    ``prefetch``: pages an item asks for before its query is ready; ``maxnreg``: left to itself, ptxas saves registers
-    that the schedule of the main loop needs."""
-
-    num_warps: int = 1
-    num_stages: int = 5
-    programs: float = 8.0
-    min_chunk: int = 2
-    prefetch: int = 2
-    maxnreg: int | None = 224
 
 
 class DecodePlan:
@@ -35,7 +20,7 @@ class DecodePlan:
         layout: the page layout. heads: query heads. q_len: query tokens a sequence, 1 to 8.
         max_seqs, max_seq_len: bounds of the batch; ``run`` works for any lengths up to them without re-planning.
         sliding_window: of the layers this plan serves, or None. hot: whether pages may be hot.
-        dtype: of query and output. config: None picks the tuned one of the device.
+        pairs: whether the keys' transform has an offset. config: None picks the tuned one of the device (kvq/tuned.py).
     """
 
     def __init__(
@@ -48,6 +33,7 @@ class DecodePlan:
         q_len: int = 1,
         sliding_window: int | None = None,
         hot: bool = False,
+        pairs: bool = False,
         device: torch.device | str = "cuda",
         config: DecodeConfig | None = None,
     ) -> None:
@@ -61,7 +47,6 @@ class DecodePlan:
             raise ValueError(f"max_seqs is {max_seqs} and max_seq_len {max_seq_len}; both must be positive")
         self.layout, self.heads, self.q_len = layout, heads, q_len
         self.max_seqs, self.max_seq_len, self.sliding_window, self.hot = max_seqs, max_seq_len, sliding_window, hot
-        self.config = config or DecodeConfig()
         self.device = torch.device(device)
         self.max_pages = -(-max_seq_len // layout.page_size)
         processors = 1
@@ -71,6 +56,9 @@ class DecodePlan:
             processors, self.dependent_launch = properties.multi_processor_count, properties.major >= 9
         self.rows = q_len * heads // layout.kv_heads
         self.row_block = 8 if self.rows <= 8 else 16
+        if config is None:
+            config = pick(layout, self.row_block, max_seqs * self.max_pages, pairs=pairs, device=self.device)
+        self.config = config
         blocks = layout.kv_heads * -(-self.rows // self.row_block)
         self.target = max(1, int(self.config.programs * processors / blocks))
         self.max_items = max(self.target, max_seqs)
@@ -106,8 +94,12 @@ class DecodePlan:
         """Build this step's work items on the device, from int32 block_tables [num_seqs, ...] and seq_lens [num_seqs].
 
         No host synchronisation and no allocation. Rows beyond the batch have seq_len 0. The caller keeps to the bounds
-        of the plan: num_seqs <= max_seqs, seq_lens <= max_seq_len.
+        of the plan: num_seqs <= max_seqs, seq_lens <= max_seq_len. Raises ValueError for tensors that are not contiguous
+        in their last dim.
         """
+        for name, tensor in (("block_tables", block_tables), ("seq_lens", seq_lens)):
+            if tensor.stride(-1) != 1:
+                raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dim; it must be 1")
         from kvq.kernels.schedule import schedule
 
         schedule(self, block_tables, seq_lens, hot)

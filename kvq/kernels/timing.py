@@ -1,0 +1,139 @@
+"""Timing on a GPU: CUDA-graph replays over inputs that rotate, so that no call finds its data in L2."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvq.kernels.device import DeviceTransform
+from kvq.kernels.quantize import write
+from kvq.ops import new_status
+from kvq.page import PageLayout
+from kvq.reference import HotPool
+from kvq.transform import KeyTransform
+
+CHUNK = 2048  # pages that are really quantized; the rest repeat them in another order
+CALLS = 10  # least calls in a graph: the launch of a replay is shared by them
+
+
+def capture(calls: Sequence[Callable[[], Any]]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A CUDA graph of ``calls`` in turn, repeated to at least CALLS calls, and how many calls it holds."""
+    repeats = -(-CALLS // len(calls))
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, repeats * len(calls)
+
+
+def replay_us(calls: Sequence[Callable[[], Any]], replays: int = 7) -> float:
+    """Median microseconds of one call, over ``replays`` replays of the graph of ``calls``."""
+    graph, count = capture(calls)
+    times = []
+    for _ in range(replays):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / count)
+    return statistics.median(times)
+
+
+@dataclass
+class DecodeInputs:
+    """A decode batch over several caches of the same lengths. ``caches``: pages and hot pool of each."""
+
+    layout: PageLayout
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    caches: list[tuple[torch.Tensor, HotPool | None]]
+    query: torch.Tensor
+    source: KeyTransform | None
+    transform: DeviceTransform | None
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of K and V that one call must read: whole quantized pages, and hot pages in their own precision."""
+        size = self.layout.page_size
+        pages = sum(-(-n // size) for n in self.seq_lens.tolist())
+        hot = self.caches[0][1]
+        hot_pages = 0 if hot is None else hot.pool.shape[0]
+        return (pages - hot_pages) * self.layout.page_bytes + hot_pages * self.layout.native_page_bytes
+
+
+def decode_inputs(
+    layout: PageLayout,
+    heads: int,
+    seq_lens: Sequence[int],
+    *,
+    q_len: int = 1,
+    sink: bool = False,
+    recent: int = 0,
+    transform: KeyTransform | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    least_bytes: int = 0,
+    device: torch.device | str = "cuda",
+) -> DecodeInputs:
+    """Random caches, quantized by the write kernel, in pages of random order.
+
+    sink: the first page of each sequence is hot. recent: so are the pages of as many last tokens. least_bytes: caches
+    are added until together they are as large (rotation beyond L2).
+    """
+    g = torch.Generator(device).manual_seed(0)
+    size, kv_heads, head_dim = layout.page_size, layout.kv_heads, layout.head_dim
+    counts = [-(-n // size) for n in seq_lens]
+    num_pages = sum(counts)
+    width = -(-max(counts) // 16) * 16  # rows aligned alike for every batch: one compiled kernel
+    block_tables = torch.zeros(len(counts), width, dtype=torch.int32, device=device)
+    order = torch.randperm(num_pages, generator=g, device=device).to(torch.int32)
+    is_hot = torch.zeros(num_pages, dtype=torch.bool, device=device)
+    used = 0
+    for i, count in enumerate(counts):
+        row = order[used : used + count]
+        block_tables[i, :count] = row
+        used += count
+        if sink:
+            is_hot[row[0].long()] = True
+        if recent:
+            is_hot[row[max(0, seq_lens[i] - recent) // size :].long()] = True
+    tables = None if transform is None else DeviceTransform.build(transform, size, max(seq_lens) + size, device)
+    caches = []
+    for _ in range(max(1, -(-least_bytes // (num_pages * layout.page_bytes)))):
+        pages = torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
+        chunk = min(num_pages, CHUNK)
+        shape = (chunk * size, kv_heads, head_dim)
+        key, value = (torch.randn(shape, generator=g, device=device).to(dtype) for _ in range(2))
+        slots = torch.arange(chunk * size, device=device)
+        write(pages[:chunk], layout, key, value, slots, new_status(device), torch.zeros_like(slots), tables)
+        for start in range(chunk, num_pages, chunk):
+            count = min(chunk, num_pages - start)
+            pages[start : start + count] = pages[torch.randperm(chunk, generator=g, device=device)[:count]]
+        hot = None
+        if sink or recent:
+            index = torch.where(is_hot, is_hot.cumsum(0) - 1, -1).to(torch.int32)
+            pool = torch.randn(int(is_hot.sum()), 2, kv_heads, size, head_dim, generator=g, device=device)
+            hot = HotPool(pool.to(dtype), index)
+        caches.append((pages, hot))
+    query = torch.randn(len(counts), q_len, heads, head_dim, generator=g, device=device).to(dtype)
+    lens = torch.tensor(list(seq_lens), dtype=torch.int32, device=device)
+    return DecodeInputs(layout, block_tables, lens, caches, query, transform, tables)
+
+
+def in_processes(work: Callable[..., None], jobs: Sequence[tuple[Any, ...]], processes: int) -> None:
+    """Run ``work(*job)`` for every job in fresh processes: kernels compile side by side into Triton's cache."""
+    if not jobs:
+        return
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(jobs))) as pool:
+        pool.starmap(work, jobs, chunksize=1)

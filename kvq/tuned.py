@@ -1,0 +1,252 @@
+"""Launch configurations of decode: measured on a GPU (``python -m kvq.tune``), kept as JSON, picked by DecodePlan.
+
+A file is for one device. ``pick`` looks for the device's name, then for its compute capability, then takes
+``DecodeConfig()``. Within a file it takes the entry of the same scheme and offset whose shape class shares most with
+the plan's. Files come from kernels/tuned and, before those, from the file that the environment's KVQ_TUNED names.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from triton.runtime import driver
+
+from kvq.page import PAGE_SIZES, PageLayout
+from kvq.scheme import HEAD_DIMS
+
+FORMAT = 1
+FOLDER = Path(__file__).parent / "kernels" / "tuned"
+ENVIRONMENT = "KVQ_TUNED"
+SMALL = 128  # (page, kv head) tiles a multiprocessor up to which a plan's workload is "small"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Launch configuration of the decode kernel. ``programs``: work items times kv heads aimed at, a multiprocessor;
+    ``min_chunk``: least pages an item; ``prefetch``: pages an item asks for before its query is ready; ``maxnreg``:
+    left to itself, ptxas saves registers that the schedule of the main loop needs."""
+
+    num_warps: int = 1
+    num_stages: int = 5
+    programs: float = 8.0
+    min_chunk: int = 2
+    prefetch: int = 2
+    maxnreg: int | None = 224
+
+
+class ShapeClass(NamedTuple):
+    """What a configuration depends on. ``rows``: 8 or 16 query rows a program; ``pairs``: whether keys have an offset;
+    ``workload``: "small" where the whole plan has at most SMALL tiles a multiprocessor, else "large"."""
+
+    scheme: str
+    pairs: bool
+    workload: str
+    rows: int
+    head_dim: int
+    page_size: int
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A file. ``measured`` is False where the values were derived (``source`` says how), not timed on this device."""
+
+    path: str
+    device: str
+    capability: tuple[int, int]
+    triton: str
+    date: str
+    measured: bool
+    source: str
+    entries: dict[ShapeClass, DecodeConfig]
+
+
+def load(path: str | Path) -> Tuned:
+    """Read a file. Raises ValueError, naming the file and the field, where it is not what ``save`` writes."""
+    path = str(path)
+    try:
+        with open(path, encoding="utf-8") as f:
+            data = json.load(f)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a readable JSON file: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds {type(data).__name__}; expected an object")
+    version = data.get("format")
+    if version != FORMAT:
+        raise ValueError(f"{path}: format is {version!r}; this kvq reads {FORMAT}")
+    for name in ("device", "triton", "date", "source"):
+        _check(path, name, data.get(name), isinstance(data.get(name), str) and data[name] != "", "a text")
+    _check(path, "measured", data.get("measured"), isinstance(data.get("measured"), bool), "true or false")
+    capability = data.get("capability")
+    pair = isinstance(capability, list) and len(capability) == 2 and all(_is_int(x) for x in capability)
+    _check(path, "capability", capability, pair, "[major, minor]")
+    entries = data.get("entries")
+    _check(path, "entries", entries, isinstance(entries, list) and entries != [], "a list of objects")
+    assert capability is not None and entries is not None
+    classes = {}
+    for i, entry in enumerate(entries):
+        _check(path, f"entries[{i}]", entry, isinstance(entry, dict), "an object")
+        shape = _shape_class(path, f"entries[{i}]", entry)
+        _check(path, f"entries[{i}]", tuple(shape), shape not in classes, "one entry a shape class")
+        classes[shape] = _config(path, f"entries[{i}].config", entry.get("config"))
+    return Tuned(
+        path, data["device"], (capability[0], capability[1]), data["triton"], data["date"], data["measured"],
+        data["source"], classes,
+    )  # fmt: skip
+
+
+def save(
+    path: str | Path,
+    header: dict[str, Any],
+    entries: list[tuple[ShapeClass, DecodeConfig, dict[str, Any]]],
+) -> None:
+    """Write a file: ``header`` has the fields of Tuned but entries; each entry may carry more facts, e.g. its time."""
+    rows = [{**shape._asdict(), "config": asdict(config), **facts} for shape, config, facts in entries]
+    lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in {"format": FORMAT, **header}.items()]
+    lines.append(' "entries": [\n  ' + ",\n  ".join(json.dumps(row) for row in rows) + "\n ]")
+    Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def pick(
+    layout: PageLayout,
+    rows: int,
+    pages: int,
+    *,
+    pairs: bool = False,
+    device: torch.device | str = "cuda",
+) -> DecodeConfig:
+    """The configuration for a plan of at most ``pages`` pages whose programs take ``rows`` (8 or 16) query rows.
+
+    Never raises for want of a file: without one, and on CPU, it is ``DecodeConfig()``. Stages that do not fit the
+    device's shared memory are taken off.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return DecodeConfig()
+    properties = torch.cuda.get_device_properties(device)
+    tuned = _find(properties.name, (properties.major, properties.minor), os.environ.get(ENVIRONMENT))
+    workload = workload_class(pages * layout.kv_heads, properties.multi_processor_count)
+    shape = ShapeClass(layout.scheme.name, pairs, workload, rows, layout.head_dim, layout.page_size)
+    config = None if tuned is None else nearest(tuned.entries, shape)
+    return fit(config or DecodeConfig(), layout, pairs, shared_limit(device))
+
+
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on a CUDA device."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return driver.active.utils.get_device_properties(index)["max_shared_mem"]
+
+
+def workload_class(tiles: int, multiprocessors: int) -> str:
+    return "small" if tiles <= SMALL * multiprocessors else "large"
+
+
+def nearest(entries: dict[ShapeClass, DecodeConfig], shape: ShapeClass) -> DecodeConfig | None:
+    """The entry of the same scheme and offset that agrees on most: workload before rows, head_dim and page_size."""
+    same = [e for e in entries if (e.scheme, e.pairs) == (shape.scheme, shape.pairs)]
+    if not same:
+        return None
+    # a NamedTuple's order is the order in which its fields count
+    return entries[max(same, key=lambda e: [a == b for a, b in zip(e, shape)])]
+
+
+def shared_bytes(config: DecodeConfig, layout: PageLayout, pairs: bool) -> int:
+    """Upper bound of the shared memory of a decode program: half the stages hold tiles, the others page numbers.
+
+    Triton also keeps the offset's tables there, and the tiles of the loop over hot pages instead of the quantized ones.
+    """
+    tile = layout.head_bytes
+    tables = 4 * layout.page_size * max(16, layout.head_dim // 2) * 2 if pairs else 0
+    hot = 2 * 2 * 2 * 16 * layout.head_dim
+    return max(config.num_stages // 2 * tile, hot) + tables + 1024
+
+
+def fit(config: DecodeConfig, layout: PageLayout, pairs: bool, limit: int) -> DecodeConfig:
+    """``config`` with as few stages less as its shared memory needs to fit ``limit`` bytes."""
+    while config.num_stages > 1 and shared_bytes(config, layout, pairs) > limit:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
+@functools.cache
+def _find(name: str, capability: tuple[int, int], given: str | None) -> Tuned | None:
+    """The file for a device, None for none; every file that is refused is logged once, with the reason."""
+    found = []
+    for path in sorted(FOLDER.glob("*.json")):
+        tuned = _try(path)
+        if tuned is not None:
+            found.append(tuned)
+    if given:
+        tuned = _try(given)
+        if tuned is not None and _fits(tuned, name, capability):
+            return tuned
+        if tuned is not None:
+            log.warning("%s is for %s, sm_%d%d; this is %s: not used", given, tuned.device, *tuned.capability, name)
+    named = [t for t in found if _named(t.device, name)]
+    same = [t for t in found if t.capability == capability]
+    if named:
+        return max(named, key=lambda t: len(t.device))
+    return max(same, key=lambda t: t.measured, default=None)
+
+
+def _try(path: str | Path) -> Tuned | None:
+    try:
+        return load(path)
+    except ValueError as error:
+        log.warning("tuned configurations refused: %s", error)
+        return None
+
+
+def _named(device: str, name: str) -> bool:
+    """Whether a file's device is the GPU called ``name``: "NVIDIA H100" is also "NVIDIA H100 80GB HBM3"."""
+    return name == device or name.startswith(device + " ")
+
+
+def _fits(tuned: Tuned, name: str, capability: tuple[int, int]) -> bool:
+    return _named(tuned.device, name) and tuned.capability == capability
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _check(path: str, name: str, value: Any, good: bool, allowed: str) -> None:
+    if not good:
+        raise ValueError(f"{path}: {name} is {value!r}; expected {allowed}")
+
+
+def _shape_class(path: str, where: str, entry: dict[str, Any]) -> ShapeClass:
+    allowed = {
+        "scheme": lambda x: isinstance(x, str),
+        "pairs": lambda x: isinstance(x, bool),
+        "workload": lambda x: x in ("small", "large"),
+        "rows": lambda x: _is_int(x) and x in (8, 16),
+        "head_dim": lambda x: _is_int(x) and x in HEAD_DIMS,
+        "page_size": lambda x: _is_int(x) and x in PAGE_SIZES,
+    }
+    for name, good in allowed.items():
+        _check(path, f"{where}.{name}", entry.get(name), good(entry.get(name)), "a shape class that decode has")
+    return ShapeClass(**{name: entry[name] for name in ShapeClass._fields})
+
+
+def _config(path: str, where: str, config: Any) -> DecodeConfig:
+    names = {f.name for f in fields(DecodeConfig)}
+    good = isinstance(config, dict) and set(config) == names
+    _check(path, where, config, good, f"an object of {', '.join(sorted(names))}")
+    ranges = {"num_warps": (1, 8), "num_stages": (1, 8), "programs": (1, 64), "min_chunk": (1, 64), "prefetch": (0, 16)}
+    for name, (lo, hi) in ranges.items():
+        x = config[name]
+        number = _is_int(x) or (name == "programs" and isinstance(x, float))
+        _check(path, f"{where}.{name}", x, number and lo <= x <= hi, f"{lo}..{hi}")
+    _check(path, f"{where}.num_warps", config["num_warps"], config["num_warps"] in (1, 2, 4, 8), "a power of two")
+    x = config["maxnreg"]
+    _check(path, f"{where}.maxnreg", x, x is None or (_is_int(x) and 32 <= x <= 255), "null or 32..255")
+    return DecodeConfig(**config)
