@@ -250,8 +250,8 @@ def print_table(rows: Sequence[Row], conversation: Conversation, model: Any, con
     scored = sum(len(turn) - 1 for turn in conversation.turns[RECENT_TURNS:])
     dtype = str(model.dtype).removeprefix("torch.")
     table = Table(
-        box=box.SIMPLE,
-        pad_edge=False,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
         title=f"{conversation.title}: {len(conversation.turns)} turns, {conversation.tokens} tokens",
         caption=f"INT8 and INT4 keep the first page and the last {RECENT_TURNS} turns in bf16 unless the row says "
         "otherwise; bytes and bits count that and all scales. Perplexity change, and agreement with the bf16 cache on "
