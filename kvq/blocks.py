@@ -72,13 +72,13 @@ class QuantizedBlocks:
 
     def to(self, device: torch.device | str) -> QuantizedBlocks:
         """The same blocks on ``device``."""
-        moved = {
-            name: None if tensor is None else tensor.to(device)
-            for name, tensor in (
-                ("codes", self.codes), ("scales", self.scales), ("zeros", self.zeros), ("positions", self.positions),
-            )
-        }  # fmt: skip
-        return replace(self, **moved)
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            zeros=None if self.zeros is None else self.zeros.to(device),
+            positions=None if self.positions is None else self.positions.to(device),
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one safetensors file, with scheme, version and transform."""
@@ -110,7 +110,7 @@ class QuantizedBlocks:
             meta = json.loads(header)
             if meta["version"] != FORMAT_VERSION:
                 raise ValueError(f"{os.fspath(path)} has version {meta['version']}; this kvq reads {FORMAT_VERSION}")
-            tensors = {name: f.get_tensor(name) for name in f.keys()}
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
         transform = meta["transform"]
         if transform is not None:
             transform = KeyTransform.from_tensors(tensors, transform, "transform.")
@@ -187,6 +187,11 @@ def quantize_blocks(
                 raise ValueError("positions is None; a transform with an offset needs the position of each token")
             if tuple(positions.shape) != (tokens,):
                 raise ValueError(f"positions has shape {tuple(positions.shape)}; expected [{tokens}]")
+            if positions.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"positions is {positions.dtype}; allowed: int32, int64")
+            if int(positions.min()) < 0:
+                raise ValueError(f"positions holds {int(positions.min())}; positions start at 0")
+            positions = positions.to(x.device)
     if on_nonfinite == "raise":
         ops.check_finite("x", x)
     else:

@@ -72,7 +72,8 @@ class PagedKVCache:
         shape = (hot_pages, 2, kv_heads, page_size, head_dim)
         self._pool = torch.zeros(shape, dtype=dtype or torch.float16, device=device)
         self.hot_index = torch.full((num_pages,), -1, dtype=torch.int32, device=device)
-        self._written = torch.zeros(num_pages + 1, dtype=torch.bool, device=device)  # the last entry takes skipped tokens
+        # one entry more takes skipped tokens
+        self._written = torch.zeros(num_pages + 1, dtype=torch.bool, device=device)
         self._free_slots = list(range(hot_pages))
         self._slot_of: dict[int, int] = {}
         self.status = ops.new_status(device)
@@ -126,7 +127,7 @@ class PagedKVCache:
         position_offset: int = 0,
         dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of tokens start..seq_len of a sequence, [tokens, kv_heads, head_dim] in ``dtype``; hot pages exact."""
+        """K and V of tokens start..seq_len of a sequence, [tokens, kv_heads, head_dim] in ``dtype``; hot: exact."""
         return ops.gather_pages(
             self.pages, self.layout, block_table, seq_len, self.transform, self.hot,
             start=start, position_offset=position_offset, dtype=dtype or self._pool.dtype,
@@ -161,7 +162,7 @@ class PagedKVCache:
         return taken
 
     def demote(self, pages: Iterable[int]) -> None:
-        """Take the hot slots of ``pages`` back; they keep what was quantized when it was written. Others are ignored."""
+        """Take the hot slots of ``pages`` back: what is left was quantized when written. Others are ignored."""
         gone = [page for page in dict.fromkeys(pages) if page in self._slot_of]
         self._free_slots.extend(self._slot_of.pop(page) for page in gone)
         self._set_index(gone)

@@ -101,6 +101,8 @@ def write_pages(
     check_pages(pages, layout)
     _check_tokens("key", key, layout, pages)
     _check_tokens("value", value, layout, pages)
+    if value.dtype != key.dtype:
+        raise TypeError(f"value is {value.dtype}; key is {key.dtype}")
     tokens = slot_mapping.numel()
     _check_ids("slot_mapping", slot_mapping, (tokens,), pages.device)
     if key.shape[0] < tokens or value.shape[0] < tokens:
@@ -366,7 +368,7 @@ def _check_lengths(
         if position_offset is not None:
             reach = torch.maximum(reach + position_offset, position_offset.abs())
         if int(reach.max()) > transform.max_position:
-            raise ValueError(f"positions reach {int(reach.max())}; the transform's tables end at {transform.max_position}")
+            raise ValueError(f"positions reach {int(reach.max())}; the tables end at {transform.max_position}")
 
 
 def token_scheme(bits: int, symmetric: bool | None, rotate: bool | None) -> TensorScheme:

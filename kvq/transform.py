@@ -1,8 +1,8 @@
 """KeyTransform: what is taken off a key before it is quantized, so that INT4 survives every model.
 
-A stored key is ``H ((k - R(pos) mu) / s)``: the head's mean key before RoPE (``mu``, or the bias of k_proj) is turned by
-the rotary rotation R of the token's position and subtracted, each rotary pair is divided by a static scale ``s``, and a
-Hadamard matrix H spreads what is left. ``q . k`` is recovered exactly: ``(H (s q)) . stored + q . R(pos) mu``.
+A stored key is ``H ((k - R(pos) mu) / s)``: the head's mean key before RoPE (``mu``, or the bias of k_proj) is turned
+by the rotary rotation R of the token's position and subtracted, each rotary pair is divided by a static scale ``s``,
+and a Hadamard matrix H spreads what is left. ``q . k`` is recovered exactly: ``(H (s q)) . stored + q . R(pos) mu``.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class TurnBook:
         self._starts: dict[Hashable, list[int]] = {}
 
     def start_turn(self, sequence: Hashable, token: int) -> None:
-        """A new turn of ``sequence`` starts at index ``token``. Raises ValueError when that is before the last start."""
+        """A turn of ``sequence`` starts at index ``token``. Raises ValueError when that is before the last start."""
         starts = self._starts.setdefault(sequence, [])
         if token < (starts[-1] if starts else 0):
             last = starts[-1] if starts else 0

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvq import reference
+from kvq import DecodeConfig, DecodePlan, reference
 from kvq.kernels import decode, gather, quantize
 from kvq.kernels.device import DeviceTransform
 from kvq.ops import new_status
 from kvq.page import PageLayout
-from kvq.plan import DecodeConfig, DecodePlan
 from kvq.reference import HotPool
 from kvq.scheme import INT4, INT4_SYM, INT8, K8V4, QuantScheme
 from kvq.transform import KeyTransform
