@@ -94,8 +94,8 @@ class DecodePlan:
         """Build this step's work items on the device, from int32 block_tables [num_seqs, ...] and seq_lens [num_seqs].
 
         No host synchronisation and no allocation. Rows beyond the batch have seq_len 0. The caller keeps to the bounds
-        of the plan: num_seqs <= max_seqs, seq_lens <= max_seq_len. Raises ValueError for tensors that are not contiguous
-        in their last dim.
+        of the plan: num_seqs <= max_seqs, seq_lens <= max_seq_len. Raises ValueError for tensors not contiguous in
+        their last dim.
         """
         for name, tensor in (("block_tables", block_tables), ("seq_lens", seq_lens)):
             if tensor.stride(-1) != 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from kvq.transform import KeyTransform
 FP16_MAX = 65504.0
 
 
-class HotPool(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class HotPool:
     """Pages in the model's own precision.
 
     ``pool``: [hot_pages, 2 (K, V), kv_heads, page_size, head_dim] in the model's dtype.

@@ -171,8 +171,9 @@ class KeyTransform:
     @staticmethod
     def from_tensors(tensors: dict[str, torch.Tensor], metadata: dict[str, Any], prefix: str = "") -> KeyTransform:
         """Inverse of ``tensors`` and ``metadata``. Raises ValueError when the digest does not match."""
-        fields = {k: v for k, v in metadata.items() if k != "digest"}
-        transform = KeyTransform(**fields, **{k: tensors.get(prefix + k) for k in ("mu", "pair_scale", "inv_freq")})
+        fields: dict[str, Any] = {k: v for k, v in metadata.items() if k != "digest"}
+        fields |= {k: tensors.get(prefix + k) for k in ("mu", "pair_scale", "inv_freq")}
+        transform = KeyTransform(**fields)
         if transform.digest != metadata["digest"]:
             raise ValueError(f"transform digest is {transform.digest}; the file says {metadata['digest']}")
         return transform

@@ -4,7 +4,7 @@ Scores are computed transposed, S^T = K q^T, so that tokens fill the 16 rows of 
 16) columns: half the tensor and softmax work of padding the group to 16 rows. For a tile of N tokens, with codes
 u = magic + n, scales (ks, kz), (vs, vz) a token, and q already rotated and scaled to at most 1 in size:
 
-    s     = (u_k . q - qc) ks sm + qs kz + o      qc = sum of the magic offsets times q, sm = softmax scale * log2 e * |q|
+    s     = (u_k . q - qc) ks sm + qs kz + o      qc: the magic offsets times q; sm: softmax scale * log2 e * max |q|
     p     = exp2(s + log2 vs - M)                 the V scale rides in the exponent: p is in fp16 range whatever V is
     acc   = acc a + p . u_v + sum(p vz / vs) - magic sum(fp16(p))         a = exp2(M_old - M)
     L     = L a + sum(p / vs)
@@ -550,7 +550,9 @@ def decode_kernel(
     a0, a1, a2, a3 = a0 * inv, a1 * inv, a2 * inv, a3 * inv
     if parts == 1:
         p_o = out + i_seq.to(tl.int64) * stride_o_seq
-        store_planes(p_o, (o_r // GROUP) * stride_o_tok + o_head * stride_o_head, a0, a1, a2, a3, o_v, m_r, D, VP, BLOCK)
+        store_planes(
+            p_o, (o_r // GROUP) * stride_o_tok + o_head * stride_o_head, a0, a1, a2, a3, o_v, m_r, D, VP, BLOCK
+        )
         natural = tl.where(l > 0.0, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))
         p_lse = lse + i_seq.to(tl.int64) * q_len * (HEADS_KV * GROUP)
         tl.store(p_lse + (o_r // GROUP) * (HEADS_KV * GROUP) + o_head, natural, mask=m_r)
@@ -567,7 +569,8 @@ def merge_kernel(
     HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
     HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows of a kv head x kv heads, blocks of B dims, sequences): merges the partial outputs of a sequence by log-sum-exp.
+    """Merges the partial outputs of a sequence by log-sum-exp. Grid (rows of a kv head x kv heads, blocks of B dims,
+    sequences).
 
     Returns at once where the decode kernel wrote the output itself; writes zeros where a sequence has no part.
     """
@@ -594,7 +597,8 @@ def merge_kernel(
         b_lse = tl.load(part_lse + o_part, mask=s + o_s < parts, other=NEG)  # [S]
         b_o = tl.load(  # before the reduction of b_lse: both latencies at once
             part_out + o_part[:, None] * D + o_d[None, :],
-            mask=(s + o_s < parts)[:, None] & (o_d < D)[None, :], other=0.0,
+            mask=(s + o_s < parts)[:, None] & (o_d < D)[None, :],
+            other=0.0,
         )  # fmt: skip  [S, B]
         m_new = tl.maximum(m, tl.max(b_lse, 0))
         w = tl.exp2(b_lse - m_new)
@@ -659,14 +663,13 @@ def decode(
         DEPENDENT=plan.dependent_launch, ASM=USE_ASM, num_warps=config.num_warps,
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip
-    dims = next_pow2(layout.head_dim)
-    if plan.rows * kv_heads * query.shape[0] < 512:  # few rows: more programs a row
-        dims = 32
+    parts = next_pow2(triton.cdiv(plan.max_items, query.shape[0]))  # of a sequence when all are alike
+    dims = 32 if parts > 32 else next_pow2(layout.head_dim)  # many partials: more programs a row
     merge_kernel[(plan.rows * kv_heads, triton.cdiv(layout.head_dim, dims), query.shape[0])](
         out, lse, plan.part_out, plan.part_lse, plan.seq_info, empty if sinks is None else sinks,
         out.stride(0), out.stride(1), out.stride(2), plan.q_len, plan.rows,
-        HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, B=dims, S=16 if dims > 32 else 128,
-        HAS_SINKS=sinks is not None, DEPENDENT=plan.dependent_launch, num_warps=2 if dims > 32 else 4,
+        HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, B=dims, S=min(128, max(16, parts)),
+        HAS_SINKS=sinks is not None, DEPENDENT=plan.dependent_launch, num_warps=4 if parts > 32 else 2,
         **({"launch_pdl": True} if plan.dependent_launch else {}),
     )  # fmt: skip
 

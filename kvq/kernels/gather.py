@@ -85,11 +85,23 @@ def gather_tensor(
                 x0, x1, x2, x3 = butterfly4(x0, x1, x2, x3)
             else:
                 x0, x1 = butterfly2(x0, x1)
-        store_plane(out, x0, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 0, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE)  # fmt: skip
-        store_plane(out, x1, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 1, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE)  # fmt: skip
+        store_plane(
+            out, x0, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t,
+            0, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE,
+        )  # fmt: skip
+        store_plane(
+            out, x1, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t,
+            1, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE,
+        )  # fmt: skip
         if PLANES == 4:
-            store_plane(out, x2, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 2, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE)  # fmt: skip
-            store_plane(out, x3, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 3, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE)  # fmt: skip
+            store_plane(
+                out, x2, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t,
+                2, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE,
+            )  # fmt: skip
+            store_plane(
+                out, x3, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t,
+                3, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -120,13 +132,13 @@ def gather_kernel(
     p_page = pages + page * stride_page + i_head * head_bytes
     o_out = (o_t - start).to(tl.int64) * stride_out_tok + i_head * stride_out_head
     gather_tensor(
-        out_k + o_out, p_page, p_page + k_scales, p_hot, slot, k_hadamard, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair,
-        far, near, pos, row, m_t,
+        out_k + o_out, p_page, p_page + k_scales, p_hot, slot, k_hadamard, dim_mu + i_head * D, dim_scale + i_head * D,
+        dim_pair, far, near, pos, row, m_t,
         K_BITS, K_SYM, K_ROTATE, D, DP, N, WK, BLOCK, NORM, KV_HEADS, HAS_MU, HAS_SCALE,
     )  # fmt: skip
     gather_tensor(
-        out_v + o_out, p_page + v_codes, p_page + v_scales, p_hot + KV_HEADS * N * D, slot, v_hadamard, dim_mu, dim_scale,
-        dim_pair, far, near, pos, row, m_t,
+        out_v + o_out, p_page + v_codes, p_page + v_scales, p_hot + KV_HEADS * N * D, slot, v_hadamard, dim_mu,
+        dim_scale, dim_pair, far, near, pos, row, m_t,
         V_BITS, V_SYM, V_ROTATE, D, DP, N, WV, BLOCK, NORM, KV_HEADS, False, False,
     )  # fmt: skip
 
@@ -143,7 +155,7 @@ def gather(
     hot: HotPool | None = None,
     position_offset: int = 0,
 ) -> None:
-    """Dequantize tokens start..stop of the sequence with int32 ``block_table`` into out_* [stop - start, heads, dim]."""
+    """Dequantize tokens start..stop of the sequence of ``block_table`` into out_* [stop - start, kv_heads, head_dim]."""
     if stop <= start:
         return
     ks, vs, head_dim = layout.scheme.key, layout.scheme.value, layout.head_dim

@@ -82,4 +82,6 @@ def _main_loop(sass: str) -> Counter[str]:
         Counter(m.group(1) for line in lines[start:stop] if (m := INSTRUCTION.search(line))) for start, stop in spans
     ]
     # the main loop is the one that copies to shared memory asynchronously; else the longest
-    return max(bodies, key=lambda body: (any(op.startswith("LDGSTS") for op in body), sum(body.values())), default=Counter())
+    return max(
+        bodies, key=lambda body: (any(op.startswith("LDGSTS") for op in body), sum(body.values())), default=Counter()
+    )

@@ -72,11 +72,23 @@ def encode_planes(
     """Values as they are quantized, float32 planes [T, W] (2 and 3 repeat 0 and 1 when PLANES is 2), and whether each
     row was finite; ``p_x`` pointers [T]."""
     o_w = tl.arange(0, W)
-    x0 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 0, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP)  # fmt: skip
-    x1 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 1, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP)  # fmt: skip
+    x0 = load_plane(
+        p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 0,
+        PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP,
+    )  # fmt: skip
+    x1 = load_plane(
+        p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 1,
+        PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP,
+    )  # fmt: skip
     if PLANES == 4:
-        x2 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 2, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP)  # fmt: skip
-        x3 = load_plane(p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 3, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP)  # fmt: skip
+        x2 = load_plane(
+            p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 2,
+            PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP,
+        )  # fmt: skip
+        x3 = load_plane(
+            p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 3,
+            PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP,
+        )  # fmt: skip
     else:
         x2, x3 = x0, x1
     probe = x0 * 0.0
@@ -154,7 +166,8 @@ def store_quantized(
         zero = fp16_down(lo)
         base = zero.to(tl.float32)
         scale = ((hi - base) * (1.0 / TOP)).to(tl.float16)
-        both = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)  # fmt: skip
+        low = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        both = low | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)
         tl.store(p_scales.to(tl.pointer_type(tl.int32)) + row, both, mask=m_t)
     size = scale.to(tl.float32)
     inv = tl.where(size == 0.0, 0.0, 1.0 / size)[:, None]
@@ -162,7 +175,9 @@ def store_quantized(
     c0 = encode_plane(x0, base, inv, BIAS, TOP)
     c1 = encode_plane(x1, base, inv, BIAS, TOP)
     if PLANES == 4:
-        word = c0 | (c1 << 4) | (encode_plane(x2, base, inv, BIAS, TOP) << 8) | (encode_plane(x3, base, inv, BIAS, TOP) << 12)  # fmt: skip
+        c2 = encode_plane(x2, base, inv, BIAS, TOP)
+        c3 = encode_plane(x3, base, inv, BIAS, TOP)
+        word = c0 | (c1 << 4) | (c2 << 8) | (c3 << 12)
     else:
         word = c0 | (c1 << 8)
     p_word = p_codes.to(tl.pointer_type(tl.int16))[:, None] + row[:, None] * (D // PLANES) + o_w[None, :]

@@ -51,8 +51,10 @@ def compact_kernel(
     block_tables, seq_lens, slot_of_page, page_list, page_index, hot_list, hot_index, counts,
     stride_table, stride_list, q_len, window, N: tl.constexpr, WINDOW: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Grid (sequences): lists the quantized and the hot pages of a sequence, in order. counts int32 [num_seqs, 4]: both, and where the
-    pages that every row sees whole start and stop in the first list."""
+    """Grid (sequences): lists the quantized and the hot pages of a sequence, in order.
+
+    counts int32 [num_seqs, 4]: both, and where the pages that every row sees whole start and stop in the first list.
+    """
     i_seq = tl.program_id(0).to(tl.int64)
     seq_len = tl.load(seq_lens + i_seq)
     lo, hi = page_range(seq_len, q_len, window, N, WINDOW)
