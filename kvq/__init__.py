@@ -5,6 +5,7 @@ from kvq.cache import PagedKVCache, paged_attention_decode
 from kvq.calibrate import calibrate
 from kvq.page import PageLayout
 from kvq.plan import DecodeConfig, DecodePlan
+from kvq.prefill import paged_attention_prefill
 from kvq.scheme import INT4, INT4_SYM, INT8, K8V4, QuantScheme, TensorScheme
 from kvq.transform import KeyTransform
 from kvq.turns import TurnBook
@@ -27,5 +28,6 @@ __all__ = [
     "TurnBook",
     "calibrate",
     "paged_attention_decode",
+    "paged_attention_prefill",
     "quantize_blocks",
 ]
