@@ -11,17 +11,14 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import triton
 
 from kvq import tuned
-from kvq.kernels.decode import decode
 from kvq.kernels.timing import DecodeInputs, decode_inputs, in_processes, replay_us
 from kvq.page import PageLayout
-from kvq.plan import DecodePlan
 from kvq.scheme import PRESETS
 from kvq.transform import KeyTransform
 from kvq.tuned import DecodeConfig, ShapeClass
@@ -81,31 +78,12 @@ def inputs_of(shape: ShapeClass, tokens: int, sequences: int, least_bytes: int) 
 
 def time_us(inputs: DecodeInputs, config: DecodeConfig, replays: int = 7) -> float:
     """Microseconds of decode and merge over ``inputs``, planned beforehand, as in a layer of a model."""
-    num_seqs, q_len, heads, head_dim = inputs.query.shape
-    plan = DecodePlan(
-        inputs.layout, heads, num_seqs, int(inputs.seq_lens.max()), q_len=q_len, hot=inputs.caches[0][1] is not None,
-        device=inputs.query.device, config=config,
-    )  # fmt: skip
-    plan.update(inputs.block_tables, inputs.seq_lens, inputs.caches[0][1])
-    out = torch.empty_like(inputs.query)
-    lse = torch.empty(inputs.query.shape[:3], dtype=torch.float32, device=out.device)
-
-    calls = [
-        partial(
-            decode, plan, inputs.query, pages, inputs.block_tables, inputs.seq_lens, head_dim**-0.5, out, lse,
-            inputs.transform, hot,
-        )
-        for pages, hot in inputs.caches
-    ]  # fmt: skip
-    return replay_us(calls, replays)
+    return replay_us(inputs.calls(inputs.plan(config), torch.empty_like(inputs.query)), replays)
 
 
 def compile_candidate(shape: ShapeClass, config: DecodeConfig) -> None:
-    """Compile by running a small batch; a candidate that does not compile is found out by the measurement."""
-    try:
-        time_us(inputs_of(shape, 16 * shape.page_size, 2, 0)[0], config, replays=1)
-    except Exception as error:
-        print(f"{shape}: {config}: {error}", file=sys.stderr)
+    """Compile by running a small batch."""
+    time_us(inputs_of(shape, 16 * shape.page_size, 2, 0)[0], config, replays=1)
 
 
 def measure(shape: ShapeClass, limit: int, multiprocessors: int, l2_bytes: int) -> tuple[DecodeConfig, dict[str, Any]]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from kvq.kernels.decode import decode
 from kvq.kernels.device import DeviceTransform
-from kvq.kernels.quantize import write
-from kvq.ops import new_status
+from kvq.ops import write_pages
 from kvq.page import PageLayout
+from kvq.plan import DecodePlan
 from kvq.reference import HotPool
 from kvq.transform import KeyTransform
+from kvq.tuned import DecodeConfig
 
 CHUNK = 2048  # pages that are really quantized; the rest repeat them in another order
 CALLS = 10  # least calls in a graph: the launch of a replay is shared by them
@@ -37,18 +41,21 @@ def capture(calls: Sequence[Callable[[], Any]]) -> tuple[torch.cuda.CUDAGraph, i
     return graph, repeats * len(calls)
 
 
+def graph_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of one replay. The GPU is kept busy first, so that the launch itself is not timed."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(200_000)
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e3
+
+
 def replay_us(calls: Sequence[Callable[[], Any]], replays: int = 7) -> float:
     """Median microseconds of one call, over ``replays`` replays of the graph of ``calls``."""
     graph, count = capture(calls)
-    times = []
-    for _ in range(replays):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / count)
-    return statistics.median(times)
+    return statistics.median(graph_us(graph) for _ in range(replays)) / count
 
 
 @dataclass
@@ -71,6 +78,35 @@ class DecodeInputs:
         hot = self.caches[0][1]
         hot_pages = 0 if hot is None else hot.pool.shape[0]
         return (pages - hot_pages) * self.layout.page_bytes + hot_pages * self.layout.native_page_bytes
+
+    def plan(self, config: DecodeConfig | None = None) -> DecodePlan:
+        """A plan of these lengths, updated; ``config`` None picks the tuned one."""
+        num_seqs, q_len, heads, _ = self.query.shape
+        hot = self.caches[0][1]
+        plan = DecodePlan(
+            self.layout,
+            heads,
+            num_seqs,
+            self.block_tables.shape[1] * self.layout.page_size,
+            q_len=q_len,
+            hot=hot is not None,
+            pairs=self.transform is not None and self.transform.pairs > 0,
+            device=self.query.device,
+            config=config,
+        )
+        plan.update(self.block_tables, self.seq_lens, hot)
+        return plan
+
+    def calls(self, plan: DecodePlan, out: torch.Tensor) -> list[Callable[[], None]]:
+        """Decode and merge over each cache, into ``out``."""
+        lse = torch.empty(self.query.shape[:3], dtype=torch.float32, device=out.device)
+        scale = self.layout.head_dim**-0.5
+        return [
+            partial(
+                decode, plan, self.query, pages, self.block_tables, self.seq_lens, scale, out, lse, self.transform, hot
+            )
+            for pages, hot in self.caches
+        ]
 
 
 def decode_inputs(
@@ -116,7 +152,7 @@ def decode_inputs(
         shape = (chunk * size, kv_heads, head_dim)
         key, value = (torch.randn(shape, generator=g, device=device).to(dtype) for _ in range(2))
         slots = torch.arange(chunk * size, device=device)
-        write(pages[:chunk], layout, key, value, slots, new_status(device), torch.zeros_like(slots), tables)
+        write_pages(pages[:chunk], layout, key, value, slots, torch.zeros_like(slots), tables, check="flag")
         for start in range(chunk, num_pages, chunk):
             count = min(chunk, num_pages - start)
             pages[start : start + count] = pages[torch.randperm(chunk, generator=g, device=device)[:count]]
@@ -132,8 +168,17 @@ def decode_inputs(
 
 
 def in_processes(work: Callable[..., None], jobs: Sequence[tuple[Any, ...]], processes: int) -> None:
-    """Run ``work(*job)`` for every job in fresh processes: kernels compile side by side into Triton's cache."""
-    if not jobs:
-        return
-    with multiprocessing.get_context("spawn").Pool(min(processes, len(jobs))) as pool:
-        pool.starmap(work, jobs, chunksize=1)
+    """Run ``work(*job)`` for every job in fresh processes: kernels compile side by side into Triton's cache.
+
+    A job that fails says so on stderr and is left; whoever then needs its kernel meets the error itself.
+    """
+    if jobs:
+        with multiprocessing.get_context("spawn").Pool(min(processes, len(jobs))) as pool:
+            pool.starmap(_attempt, [(work, job) for job in jobs], chunksize=1)
+
+
+def _attempt(work: Callable[..., None], job: tuple[Any, ...]) -> None:
+    try:
+        work(*job)
+    except Exception as error:
+        print(f"{job}: {error!r}", file=sys.stderr)
