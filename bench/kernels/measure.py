@@ -349,6 +349,6 @@ def scheme_lines() -> list[str]:
     name, scheme = format_name(DEFAULT.scheme, None), DEFAULT.scheme
     return [
         f"int4 is {name}: keys {scheme.key}, values {scheme.value}.",
-        "Rotating q and the output, the hot first page and the merge are timed. bench.accuracy's row int4 stores the same",
-        "on a model without bias in k_proj (no offset, no pair scales).",
+        "Rotating q and the output, the hot first page and the merge are timed. bench.accuracy's row int4 stores the",
+        "same on a model without bias in k_proj (no offset, no pair scales).",
     ]

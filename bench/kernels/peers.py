@@ -6,7 +6,7 @@ FlashAttention 3 comes from vLLM (``vllm.vllm_flash_attn``), with its scheduler'
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from bench.kernels.measure import Shape, rotation_bytes
 from kvq.kernels.timing import replay_us
 
+Runs = Iterator[tuple[str, int, Sequence[Callable[[], Any]]]]  # settings, bytes read by a call, calls
 PAGE_SIZES = (16, 64, 128)
 SPLITS = (0, 4, 8, 16, 32)  # 0: the peer's own choice
 
@@ -52,7 +53,7 @@ class Batch:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(self.dtype)
 
 
-def fa3(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, int, list[Callable[[], Any]]]]:
+def fa3(shape: Shape, dtype: torch.dtype) -> Runs:
     """Settings, bytes and calls of FlashAttention 3 over each page size and number of splits."""
     flash = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
     for page_size in PAGE_SIZES:
@@ -79,15 +80,15 @@ def fa3(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, int, list[Calla
             yield f"page {page_size}, splits {splits or 'own'}", batch.bytes_read, calls
 
 
-def fa3_bf16(shape: Shape) -> Iterator[tuple[str, int, list[Callable[[], Any]]]]:
+def fa3_bf16(shape: Shape) -> Runs:
     return fa3(shape, torch.bfloat16)
 
 
-def fa3_fp8(shape: Shape) -> Iterator[tuple[str, int, list[Callable[[], Any]]]]:
+def fa3_fp8(shape: Shape) -> Runs:
     return fa3(shape, torch.float8_e4m3fn)
 
 
-def flashinfer_bf16(shape: Shape) -> Iterator[tuple[str, int, list[Callable[[], Any]]]]:
+def flashinfer_bf16(shape: Shape) -> Runs:
     """FlashInfer's paged decode on tensor cores, planned beforehand."""
     flashinfer = importlib.import_module("flashinfer")
     for page_size in PAGE_SIZES:
@@ -107,7 +108,7 @@ def flashinfer_bf16(shape: Shape) -> Iterator[tuple[str, int, list[Callable[[], 
         yield f"page {page_size}", batch.bytes_read, calls
 
 
-def sdpa_bf16(shape: Shape) -> Iterator[tuple[str, int, list[Callable[[], Any]]]]:
+def sdpa_bf16(shape: Shape) -> Runs:
     """torch's scaled_dot_product_attention over contiguous K and V: lengths must be equal."""
     if not shape.uniform:
         raise RuntimeError("lengths differ")
@@ -126,7 +127,7 @@ def sdpa_bf16(shape: Shape) -> Iterator[tuple[str, int, list[Callable[[], Any]]]
     yield "contiguous", batch.bytes_read, calls
 
 
-PEERS: dict[str, Callable[[Shape], Iterator[tuple[str, int, list[Callable[[], Any]]]]]] = {
+PEERS: dict[str, Callable[[Shape], Runs]] = {
     "fa3_bf16": fa3_bf16,
     "fa3_fp8": fa3_fp8,
     "flashinfer_bf16": flashinfer_bf16,
