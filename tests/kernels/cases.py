@@ -44,7 +44,7 @@ class Case:
     interleaved: bool = False
     shifts: tuple[int, ...] = ()
     programs: float = 16.0
-    start: int = 0  # index of the first token that is looked at: those before it share one page
+    spare: int = 0  # pages and hot slots that lie, unused, before those of the batch
 
     def __str__(self) -> str:
         return self.name
@@ -97,10 +97,10 @@ def make_batch(case: Case, device: str) -> Batch:
     g = torch.Generator(device).manual_seed(0)
     layout = PageLayout(case.scheme, case.page_size, case.kv_heads, case.head_dim)
     need = [-(-n // case.page_size) for n in case.lens]
-    num_pages = sum(need) + 3
+    num_pages = sum(need) + 3 + case.spare
     buffer = torch.full((num_pages, layout.page_bytes + 48), 255, dtype=torch.uint8, device=device)
     pages = buffer[:, 32 : 32 + layout.page_bytes]
-    order = torch.randperm(num_pages, generator=g, device=device).to(torch.int32)
+    order = torch.randperm(num_pages - case.spare, generator=g, device=device).to(torch.int32) + case.spare
     block_tables = torch.full((len(need), max(need) + 1), -1, dtype=torch.int32, device=device)
     used = 0
     for i, count in enumerate(need):
@@ -111,9 +111,10 @@ def make_batch(case: Case, device: str) -> Batch:
         wanted = [block_tables[i, sorted({0, max(n - 2, 0), n - 1})] for i, n in enumerate(need) if n]
         wanted = torch.cat(wanted).long()
         index = torch.full((num_pages,), -1, dtype=torch.int32, device=device)
-        index[wanted] = torch.randperm(len(wanted), generator=g, device=device).to(torch.int32) + 1
+        first = case.spare + 1
+        index[wanted] = torch.randperm(len(wanted), generator=g, device=device).to(torch.int32) + first
         pool = poisoned(
-            len(wanted) + 1, 2, case.kv_heads, case.page_size, case.head_dim, dtype=case.dtype, device=device
+            len(wanted) + first, 2, case.kv_heads, case.page_size, case.head_dim, dtype=case.dtype, device=device
         )
         hot = HotPool(pool, index)
     transform = make_transform(case)
@@ -161,8 +162,10 @@ def write_kernel(batch: Batch) -> torch.Tensor:
     return status
 
 
-def decode_kernel(batch: Batch, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of the decode kernel, from buffers that were NaN."""
+def decode_kernel(
+    batch: Batch, out_dtype: torch.dtype, config: DecodeConfig | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of the decode kernel, from buffers that were NaN; split as the case says by default."""
     case, device = batch.case, str(batch.pages.device)
     plan = DecodePlan(
         batch.layout,
@@ -173,7 +176,8 @@ def decode_kernel(batch: Batch, out_dtype: torch.dtype) -> tuple[torch.Tensor, t
         sliding_window=case.window,
         hot=case.hot,
         device=device,
-        config=DecodeConfig(programs=case.programs, min_chunk=1),
+        pairs=case.pairs > 0,
+        config=config or DecodeConfig(programs=case.programs, min_chunk=1),
     )
     plan.update(batch.block_tables, batch.seq_lens, batch.hot)
     out = poisoned(*batch.query.shape, dtype=out_dtype, device=device)

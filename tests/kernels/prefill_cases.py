@@ -76,7 +76,7 @@ def run_reference(
 # Context lengths before, in and after a page; new lengths that do and do not fill a tile; sequences without either.
 SMALL = [
     PrefillCase(Case("d64-g4", lens=(37, 0, 16, 5)), (21, 7, 0, 1)),
-    PrefillCase(Case("d64-g3-bf16", group=3, dtype=torch.bfloat16, lens=(33, 20)), (30, 4)),
+    PrefillCase(Case("d64-g3-bf16", group=3, dtype=torch.bfloat16, lens=(33, 20), kv_heads=1), (30, 4)),
     PrefillCase(Case("d80-g5-hot", head_dim=80, group=5, hot=True, lens=(70, 0), kv_heads=1), (9, 14)),
     PrefillCase(Case("d96-g12-k8v4", K8V4, head_dim=96, group=12, kv_heads=1, lens=(35,)), (8,)),
     PrefillCase(Case("d112-g7", head_dim=112, group=7, kv_heads=1, lens=(18,)), (21,)),
@@ -85,12 +85,12 @@ SMALL = [
     PrefillCase(Case("d256-bf16", head_dim=256, kv_heads=1, dtype=torch.bfloat16, lens=(17,)), (12,)),
     PrefillCase(Case("page32-k8v4-hot-bf16", K8V4, page_size=32, hot=True, dtype=torch.bfloat16, kv_heads=1,
                      lens=(140,)), (6,)),
-    PrefillCase(Case("window", window=20, lens=(60, 0, 10)), (40, 33, 2)),
+    PrefillCase(Case("window", window=20, lens=(60, 0, 10), kv_heads=1), (20, 33, 2)),
     PrefillCase(Case("window-hot-int8", INT8, window=50, hot=True, lens=(90,), kv_heads=1), (24,)),
     PrefillCase(Case("window-of-one-token", window=1, lens=(33, 16), kv_heads=1), (20, 1)),
     PrefillCase(Case("softcap-sinks", softcap=5.0, sinks=True, lens=(40, 0), kv_heads=1), (18, 9)),
     PrefillCase(Case("everything", hot=True, window=40, softcap=20.0, sinks=True, mu=3.0, pairs=8, pair_scale=True,
-                     shifts=(9, 0), lens=(90, 16), dtype=torch.bfloat16), (19, 5)),
+                     shifts=(9, 0), lens=(90, 16), dtype=torch.bfloat16), (14, 5)),
     PrefillCase(Case("offset-all-pairs-d128", head_dim=128, mu=3.0, pairs=64, pair_scale=True, kv_heads=1,
                      lens=(36,)), (10,)),
     PrefillCase(Case("offset-shifted-left-and-right", mu=3.0, pairs=16, shifts=(7, -3), lens=(33, 20), kv_heads=1),

@@ -1,0 +1,40 @@
+"""What ptxas makes of the kernels for GPUs that are not here: no spills, shared memory that fits, async copies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.compile_check import SHARED
+
+# At 80 % of the read bandwidth an H200 has about 4 issue slots an element of K or V.
+INSTRUCTIONS_PER_ELEMENT = 3.0
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_kernels_fit_the_gpu(capability: int) -> None:  # vLLM #36802, #46721
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_check", str(capability)],
+        cwd=Path(__file__).resolve().parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert {"write_kernel", "gather_kernel", "decode_kernel", "merge_kernel", "schedule_kernel"} <= {
+        row["kernel"] for row in rows
+    }
+    for row in rows:
+        assert row["spill_bytes"] == 0 and row["stack_bytes"] == 0, row
+        assert row["shared_bytes"] <= SHARED[capability], row
+        if row["kernel"] == "decode_kernel":
+            assert row["async_16_bytes"] > row["async_narrow"], row
+            if row["case"] in ("d128", "d128-int8", "d128-hot-bf16"):
+                assert row["instructions_per_element"] <= INSTRUCTIONS_PER_ELEMENT, row
