@@ -21,6 +21,7 @@ from kvq.transform import KeyTransform, format_name
 from kvq.tuned import DecodeConfig, pick
 
 ERROR_LIMIT = 1e-3  # relative error of a decode row against float64, in its Frobenius norm
+WRITE_LIMIT = 5e-3  # of a write row against the reference: values that round either way may get the next code
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.kernels import measure
-from bench.kernels.measure import ERROR_LIMIT, Shape, Variant
+from bench.kernels.measure import ERROR_LIMIT, WRITE_LIMIT, Shape, Variant
 from bench.kernels.report import GPU, State
 from kvq.scheme import INT4, INT8, QuantScheme
 
@@ -45,4 +45,4 @@ def test_write(tokens: int, scheme: QuantScheme, state: State, time_us: TimeUs) 
     inputs = measure.write_inputs(tokens, scheme)
     error = inputs.error()
     state.writes.append(measure.write_row(scheme, inputs, time_us(inputs.calls()), state.bandwidth, error))
-    assert error < ERROR_LIMIT
+    assert error < WRITE_LIMIT
