@@ -1,4 +1,8 @@
-"""Compile a kernel for a GPU that is not here, and read registers, spills, shared memory and SASS from the result."""
+"""Compile a kernel for a GPU that is not here, and read registers, spills, shared memory and SASS from the result.
+
+Host functions run on CPU tensors with the launch replaced by a recorder (``launches_of``), so that signature,
+specialisation and constants are those of a real launch.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,24 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 BIN = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 INSTRUCTION = re.compile(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+TYPES = {
+    torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,48 @@ def compile_kernel(
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
     spills = sum(4 * len(re.findall(rf"\b{op}\b", sass)) for op in ("LDL", "STL"))
     return Compiled(registers, stack, spills, binary.metadata.shared, _main_loop(sass))
+
+
+class Launch(NamedTuple):
+    kernel: JITFunction
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+def launches_of(call: Callable[[], Any]) -> list[Launch]:
+    """Kernels that ``call`` launches, in order, with their arguments by name; nothing runs."""
+    recorded: list[Launch] = []
+
+    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        named = {k: v for k, v in kwargs.items() if k in self.arg_names}
+        bound = dict(zip(self.arg_names, args)) | named
+        options = {k: v for k, v in kwargs.items() if k in OPTIONS}
+        recorded.append(Launch(self, {name: bound[name] for name in self.arg_names}, options))
+
+    with mock.patch.object(JITFunction, "run", record):
+        call()
+    return recorded
+
+
+def compile_launch(launch: Launch, capability: int) -> Compiled:
+    """Compile as the JIT would specialise the launch: constants, the integer 1, and multiples of 16."""
+    types: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    aligned: list[str] = []
+    for parameter in launch.kernel.params:
+        name, value = parameter.name, launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None or (value == 1 if isinstance(value, int) else False):
+            constants[name] = value
+        elif isinstance(value, torch.Tensor):
+            types[name] = TYPES[value.dtype]
+            aligned.append(name)  # the allocator of a GPU aligns to more than 16 bytes
+        elif isinstance(value, int):
+            types[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                aligned.append(name)
+        else:
+            types[name] = "fp32"
+    return compile_kernel(launch.kernel, types, constants, capability, aligned=tuple(aligned), **launch.options)
 
 
 def _tool(name: str, *args: str) -> str:

@@ -1,74 +1,22 @@
 """``python -m tests.kernels.compile_check 90``: compile the kernels for a GPU that is not here and print, as JSON, what
-each one takes.
-
-The host functions run on CPU tensors with the launch replaced by a recorder, so that signature, specialisation and
-constants are those of a real launch.
-"""
+each one takes."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import torch
-from triton.runtime.jit import JITFunction
 
 from kvq import INT4, INT8, DecodeConfig
-from kvq.kernels.inspect import compile_kernel
+from kvq.kernels.inspect import Launch, compile_launch, launches_of
 from kvq.tuned import fit
 from tests.kernels import cases
 
-TYPES = {
-    torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-}  # fmt: skip
 KIB = 1024
 SHARED = {80: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # bytes a block may take
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
-
-
-class Launch(NamedTuple):
-    kernel: JITFunction
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-
-def launches_of(call: Callable[[], Any]) -> list[Launch]:
-    """Kernels that ``call`` launches, in order, with their arguments by name; nothing runs."""
-    recorded: list[Launch] = []
-
-    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        named = {k: v for k, v in kwargs.items() if k in self.arg_names}
-        bound = dict(zip(self.arg_names, args)) | named
-        options = {k: v for k, v in kwargs.items() if k in OPTIONS}
-        recorded.append(Launch(self, {name: bound[name] for name in self.arg_names}, options))
-
-    with mock.patch.object(JITFunction, "run", record):
-        call()
-    return recorded
-
-
-def compile_launch(launch: Launch, capability: int):
-    """Compile as the JIT would specialise the launch: constants, the integer 1, and multiples of 16."""
-    types, constants, aligned = {}, {}, []
-    for parameter in launch.kernel.params:
-        name, value = parameter.name, launch.arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (value == 1 if isinstance(value, int) else False):
-            constants[name] = value
-        elif isinstance(value, torch.Tensor):
-            types[name] = TYPES[value.dtype]
-            aligned.append(name)  # the allocator of a GPU aligns to more than 16 bytes
-        elif isinstance(value, int):
-            types[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
-                aligned.append(name)
-        else:
-            types[name] = "fp32"
-    return compile_kernel(launch.kernel, types, constants, capability, aligned=tuple(aligned), **launch.options)
 
 
 BASE = cases.Case("d128", INT4, head_dim=128, page_size=64, kv_heads=8, lens=(500, 300))
