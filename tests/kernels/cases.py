@@ -22,7 +22,8 @@ from kvq.transform import KeyTransform
 
 @dataclass(frozen=True)
 class Case:
-    """One batch. ``mu``: size of the key offset on each of ``pairs`` rotary pairs; ``shifts``: position offsets."""
+    """One batch. ``mu``: size of the key offset on each of ``pairs`` rotary pairs; ``shifts``: position offsets;
+    ``flat``: a third of the tokens are zero rows, and another third have constant values."""
 
     name: str
     scheme: QuantScheme = INT4
@@ -44,10 +45,19 @@ class Case:
     interleaved: bool = False
     shifts: tuple[int, ...] = ()
     programs: float = 16.0
+    scale: float | None = None
+    key_size: float = 1.5
+    value_size: float = 1.0
+    query_size: float = 1.0
+    flat: bool = False
     spare: int = 0  # pages and hot slots that lie, unused, before those of the batch
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 @dataclass
@@ -130,7 +140,7 @@ def make_batch(case: Case, device: str) -> Batch:
         transform=transform,
         tables=None if transform is None else DeviceTransform.build(transform, case.page_size, reach, device),
         hot=hot,
-        query=wide[:, :, 1 : 1 + heads],
+        query=(case.query_size * wide)[:, :, 1 : 1 + heads],
         sinks=torch.randn(heads, generator=g, device=device) if case.sinks else None,
         position_offset=torch.tensor(case.shifts, dtype=torch.int32, device=device) if case.shifts else None,
     )
@@ -139,10 +149,12 @@ def make_batch(case: Case, device: str) -> Batch:
         slots = block_tables[i].long()[index // case.page_size] * case.page_size + index % case.page_size
         positions = index + batch.shift(i)
         shape = (n, case.kv_heads, case.head_dim)
-        key = 1.5 * torch.randn(shape, generator=g, device=device)
+        key = case.key_size * torch.randn(shape, generator=g, device=device)
         if transform is not None and transform.mu is not None:
             key += reference.offset(transform, positions)
-        value = torch.randn(shape, generator=g, device=device)
+        value = case.value_size * torch.randn(shape, generator=g, device=device)
+        if case.flat:
+            key[::3], value[::3], value[1::3] = 0.0, 0.0, 2.0
         batch.tokens.append((key.to(case.dtype), value.to(case.dtype), slots, positions))
     return batch
 
@@ -183,7 +195,7 @@ def decode_kernel(
     out = poisoned(*batch.query.shape, dtype=out_dtype, device=device)
     lse = poisoned(*batch.query.shape[:3], dtype=torch.float32, device=device)
     decode.decode(
-        plan, batch.query, batch.pages, batch.block_tables, batch.seq_lens, case.head_dim**-0.5, out, lse,
+        plan, batch.query, batch.pages, batch.block_tables, batch.seq_lens, case.softmax_scale, out, lse,
         batch.tables, batch.hot, case.softcap, batch.sinks, batch.position_offset,
     )  # fmt: skip
     return out, lse
@@ -193,7 +205,7 @@ def decode_reference(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in float64 over the dequantized cache."""
     case = batch.case
     return reference.paged_attention_decode(
-        batch.query, batch.pages, batch.layout, batch.block_tables, batch.seq_lens, case.head_dim**-0.5,
+        batch.query, batch.pages, batch.layout, batch.block_tables, batch.seq_lens, case.softmax_scale,
         batch.transform, batch.hot, case.window, case.softcap, batch.sinks, batch.position_offset, torch.float64,
     )  # fmt: skip
 
@@ -228,6 +240,12 @@ SMALL = [
     Case("page32-k8v4-hot", K8V4, page_size=32, hot=True, lens=(130, 20), kv_heads=1),
     Case("page64-symmetric-one-part-each", INT4_SYM, page_size=64, lens=(100, 0, 64), programs=1.0),
     Case("page128", page_size=128, lens=(140, 128), kv_heads=1),
+    Case("near-fp16-max", key_size=1e4, query_size=1e4, value_size=1e4, scale=1e-9, lens=(35, 5)),
+    Case("near-fp16-max-int8", INT8, key_size=1e4, query_size=1e4, value_size=1e4, scale=1e-9,
+         lens=(35, 5), kv_heads=1),
+    Case("subnormal-values", value_size=3e-6, lens=(35, 5), kv_heads=1),
+    Case("zero-and-constant-rows", flat=True, lens=(40, 3), kv_heads=1),
+    Case("zero-and-constant-rows-symmetric", INT4_SYM, flat=True, lens=(40, 3), kv_heads=1),
     Case("window", window=20, lens=(60, 0, 10)),
     Case("window-int8-q3-hot", INT8, q_len=3, window=17, hot=True, lens=(90, 2), kv_heads=1),
     Case("window-of-one-token", window=1, lens=(33, 16)),
