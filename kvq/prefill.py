@@ -105,7 +105,7 @@ def merge(
     log-sum-exp [tokens, heads]; computed and returned in float32."""
     lse = torch.logaddexp(a_lse, b_lse)
     out = a * torch.exp(a_lse - lse)[..., None]
-    return out.addcmul_(b.float(), torch.exp(b_lse - lse)[..., None]), lse
+    return out.addcmul_(b, torch.exp(b_lse - lse)[..., None]), lse
 
 
 def _gather_into(
