@@ -107,9 +107,8 @@ def quantize_rows(
     scale gives the largest element the one code that has no opposite. A constant row has scale 0 and stores its value
     in the zero; a zero row decodes to zeros. Values beyond fp16 are clamped.
     """
-    x = x.clamp(-FP16_MAX, FP16_MAX)
     top = scheme.levels - 1
-    lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    lo, hi = (end(dim, keepdim=True).clamp(-FP16_MAX, FP16_MAX) for end in (x.amin, x.amax))
     if scheme.symmetric:
         bias = scheme.levels // 2
         scale = (torch.where(hi > -lo, hi, lo) * (-scheme.clip / bias)).half()
@@ -117,7 +116,7 @@ def quantize_rows(
     else:
         bias = 0
         if scheme.clip < 1:
-            mean = x.mean(dim, keepdim=True)
+            mean = x.mean(dim, keepdim=True).clamp(lo, hi)
             lo = lo + (1 - scheme.clip) * (mean - lo)
             hi = hi - (1 - scheme.clip) * (hi - mean)
         zero = to_fp16_down(lo)
@@ -158,8 +157,8 @@ def encode(
             assert positions is not None
             x = x - offset(transform, positions, x.dtype)
         x = x / transform.dim_scale.to(x.device, x.dtype)
-    if scheme.rotate:
-        x = x @ hadamard(x.shape[-1], x.dtype, x.device)
+    if scheme.rotate:  # sums of bf16's largest would overflow; what is clamped to fp16 later need not be exact
+        x = x.clamp(-1e30, 1e30) @ hadamard(x.shape[-1], x.dtype, x.device)
     return x
 
 

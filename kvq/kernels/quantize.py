@@ -66,11 +66,11 @@ def fp16_down(x):
 def encode_planes(
     p_x, p_hadamard, p_mu, p_scale, dim_pair, far, near, pos, m_t,
     PLANES: tl.constexpr, ROTATE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr,
     CHECK: tl.constexpr, CLAMP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Values as they are quantized, float32 planes [T, W] (2 and 3 repeat 0 and 1 when PLANES is 2), and whether each
-    row was finite; ``p_x`` pointers [T]."""
+    """Values to quantize, up to the factor NORM of the rotation, float32 planes [T, W] (2 and 3 repeat 0 and 1 when
+    PLANES is 2), and whether each row was finite; ``p_x`` pointers [T]."""
     o_w = tl.arange(0, W)
     x0 = load_plane(
         p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 0,
@@ -107,11 +107,8 @@ def encode_planes(
             x2 = rotate_rows(x2, h, p_x, EXACT)
             x3 = rotate_rows(x3, h, p_x, EXACT)
             x0, x1, x2, x3 = butterfly4(x0, x1, x2, x3)
-            x2, x3 = x2 * NORM, x3 * NORM
         else:
             x0, x1 = butterfly2(x0, x1)
-        x0, x1 = x0 * NORM, x1 * NORM
-        if PLANES == 2:
             x2, x3 = x0, x1
         if EXACT:
             probe = x0 * 0.0  # a NaN or inf anywhere is in every value of its Hadamard block
@@ -125,7 +122,8 @@ def encode_planes(
 def store_quantized(
     x0, x1, x2, x3, p_x, p_hot, p_codes, p_scales, row, m_t, m_hot, status,
     BITS: tl.constexpr, SYM: tl.constexpr, CLIP: tl.constexpr,
-    D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, HAS_HOT: tl.constexpr, CLAMP: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, HAS_HOT: tl.constexpr,
+    CLAMP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Quantize planes of T tokens of one head into their rows; p_* are pointers [T], row int32 [T]."""
     PLANES: tl.constexpr = 16 // BITS
@@ -141,13 +139,12 @@ def store_quantized(
             tl.store(p_hot[:, None] + dim[None, :], b_x.to(p_hot.dtype.element_ty), mask=mask)
     hi = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
     lo = tl.minimum(tl.minimum(x0, x1), tl.minimum(x2, x3))
-    hi = tl.max(tl.where(m_w[None, :], hi, -float("inf")), 1)
-    lo = tl.min(tl.where(m_w[None, :], lo, float("inf")), 1)
-    over = tl.maximum(hi, -lo) > FP16_MAX
+    hi = tl.max(tl.where(m_w[None, :], hi, -float("inf")), 1) * NORM
+    lo = tl.min(tl.where(m_w[None, :], lo, float("inf")), 1) * NORM
+    over = m_t & (tl.maximum(hi, -lo) > FP16_MAX)
     if tl.max(over.to(tl.int32), 0) > 0:
-        tl.atomic_add(status + CLAMPED, tl.sum((over & m_t).to(tl.int32), 0), sem="relaxed")
-        x0, x1, x2, x3 = clamp_fp16(x0), clamp_fp16(x1), clamp_fp16(x2), clamp_fp16(x3)
-        hi, lo = clamp_fp16(hi), clamp_fp16(lo)
+        tl.atomic_add(status + CLAMPED, tl.sum(over.to(tl.int32), 0), sem="relaxed")
+    hi, lo = clamp_fp16(hi), clamp_fp16(lo)
     TOP: tl.constexpr = (1 << BITS) - 1
     if SYM:
         BIAS: tl.constexpr = 1 << (BITS - 1)
@@ -160,7 +157,7 @@ def store_quantized(
             mean = tl.sum(tl.where(m_w[None, :], x0 + x1, 0.0), 1)
             if PLANES == 4:
                 mean += tl.sum(tl.where(m_w[None, :], x2 + x3, 0.0), 1)
-            mean = mean * (1.0 / D)
+            mean = tl.minimum(tl.maximum(mean * (NORM / D), lo), hi)
             lo += (1.0 - CLIP) * (mean - lo)
             hi -= (1.0 - CLIP) * (hi - mean)
         zero = fp16_down(lo)
@@ -170,13 +167,14 @@ def store_quantized(
         both = low | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)
         tl.store(p_scales.to(tl.pointer_type(tl.int32)) + row, both, mask=m_t)
     size = scale.to(tl.float32)
-    inv = tl.where(size == 0.0, 0.0, 1.0 / size)[:, None]
-    base = base[:, None]
-    c0 = encode_plane(x0, base, inv, BIAS, TOP)
-    c1 = encode_plane(x1, base, inv, BIAS, TOP)
+    inv = tl.where(size == 0.0, 0.0, 1.0 / size)
+    step = (inv * (NORM / TOP))[:, None]  # codes over TOP, so that one saturating multiply-add clamps them too
+    shift = ((BIAS - base * inv) * (1.0 / TOP))[:, None]
+    c0 = encode_plane(x0, step, shift, TOP, ASM)
+    c1 = encode_plane(x1, step, shift, TOP, ASM)
     if PLANES == 4:
-        c2 = encode_plane(x2, base, inv, BIAS, TOP)
-        c3 = encode_plane(x3, base, inv, BIAS, TOP)
+        c2 = encode_plane(x2, step, shift, TOP, ASM)
+        c3 = encode_plane(x3, step, shift, TOP, ASM)
         word = c0 | (c1 << 4) | (c2 << 8) | (c3 << 12)
     else:
         word = c0 | (c1 << 8)
@@ -207,12 +205,24 @@ def clamp_fp16(x):
 
 
 @triton.jit
-def encode_plane(x, base, inv, BIAS: tl.constexpr, TOP: tl.constexpr):
+def encode_plane(x, step, shift, TOP: tl.constexpr, ASM: tl.constexpr):
     """Codes int32: rounded to the nearest integer by adding 1.5 * 2^23, whose low mantissa bits then are the code."""
-    MAGIC: tl.constexpr = 12582912.0
-    code = (x - base) * inv + (MAGIC + BIAS)
-    code = tl.minimum(tl.maximum(code, MAGIC), MAGIC + TOP)
-    return code.to(tl.int32, bitcast=True) & TOP
+    part = saturating_fma(x, step, shift, ASM)
+    return (part * TOP + 12582912.0).to(tl.int32, bitcast=True) & TOP
+
+
+@triton.jit
+def saturating_fma(x, y, z, ASM: tl.constexpr):
+    """x y + z clamped to [0, 1]."""
+    x, y = tl.broadcast(x, y)
+    x, z = tl.broadcast(x, z)
+    if ASM:
+        r = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, y, z], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        r = tl.minimum(tl.maximum(x * y + z, 0.0), 1.0)
+    return r
 
 
 @triton.jit
@@ -226,7 +236,7 @@ def write_kernel(
     K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, K_CLIP: tl.constexpr, V_CLIP: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr, CHECK: tl.constexpr, CLAMP: tl.constexpr,
-    HAS_VALUE: tl.constexpr, EXACT: tl.constexpr,
+    HAS_VALUE: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, blocks of T tokens)."""
     i_head = tl.program_id(0)
@@ -255,12 +265,12 @@ def write_kernel(
     EXACT_KEY: tl.constexpr = EXACT and not HAS_MU and not HAS_SCALE
     k0, k1, k2, k3, good = encode_planes(
         p_k, k_hadamard, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair, far, near, pos, m_t,
-        16 // K_BITS, K_ROTATE, D, N, WK, BLOCK, NORM, KV_HEADS, HAS_MU, HAS_SCALE, CHECK, CLAMP, EXACT_KEY,
+        16 // K_BITS, K_ROTATE, D, N, WK, BLOCK, KV_HEADS, HAS_MU, HAS_SCALE, CHECK, CLAMP, EXACT_KEY,
     )  # fmt: skip
     if HAS_VALUE:
         v0, v1, v2, v3, good_value = encode_planes(
             p_v, v_hadamard, dim_mu, dim_scale, dim_pair, far, near, pos, m_t,
-            16 // V_BITS, V_ROTATE, D, N, WV, BLOCK, NORM, KV_HEADS, False, False, CHECK, CLAMP, EXACT,
+            16 // V_BITS, V_ROTATE, D, N, WV, BLOCK, KV_HEADS, False, False, CHECK, CLAMP, EXACT,
         )  # fmt: skip
         good = good & good_value
     if CHECK:
@@ -278,12 +288,12 @@ def write_kernel(
     p_page = pages + page * stride_page + i_head * head_bytes
     store_quantized(
         k0, k1, k2, k3, p_k, p_hot, p_page, p_page + k_scales, row, m_t, m_hot, status,
-        K_BITS, K_SYM, K_CLIP, D, WK, BLOCK, HAS_HOT, CLAMP,
+        K_BITS, K_SYM, K_CLIP, D, WK, BLOCK, NORM if K_ROTATE else 1.0, HAS_HOT, CLAMP, ASM,
     )  # fmt: skip
     if HAS_VALUE:
         store_quantized(
             v0, v1, v2, v3, p_v, p_hot + KV_HEADS * N * D, p_page + v_codes, p_page + v_scales, row, m_t, m_hot, status,
-            V_BITS, V_SYM, V_CLIP, D, WV, BLOCK, HAS_HOT, CLAMP,
+            V_BITS, V_SYM, V_CLIP, D, WV, BLOCK, NORM if V_ROTATE else 1.0, HAS_HOT, CLAMP, ASM,
         )  # fmt: skip
 
 
@@ -329,5 +339,5 @@ def write(
         WK=max(16, next_pow2(head_dim // ks.planes)), WV=max(16, next_pow2(head_dim // vs.planes)),
         BLOCK=block, NORM=block**-0.5, HAS_MU=has_mu, HAS_SCALE=transform is not None and transform.has_scale,
         HAS_HOT=hot is not None, CHECK=check, CLAMP=clamp, HAS_VALUE=value is not None,
-        EXACT=USE_ASM and not clamp and key.dtype != torch.float32, num_warps=warps,
+        EXACT=USE_ASM and not clamp and key.dtype != torch.float32, ASM=USE_ASM, num_warps=warps,
     )  # fmt: skip
