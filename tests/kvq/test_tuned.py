@@ -1,0 +1,204 @@
+"""Tuned launch configurations: which one a plan gets, and which files are refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvq import tune, tuned
+from kvq.page import PAGE_SIZES, PageLayout
+from kvq.plan import DecodePlan
+from kvq.scheme import HEAD_DIMS, INT4, INT8, PRESETS
+from kvq.tuned import DecodeConfig, ShapeClass
+
+H200 = tuned.load(tuned.FOLDER / "nvidia-h200.json")
+SHIPPED = sorted(tuned.FOLDER.glob("*.json"))
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(tuned.ENVIRONMENT, raising=False)
+    tuned._find.cache_clear()
+    yield
+    tuned._find.cache_clear()
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], shared: int, processors: int) -> None:
+    """Make ``pick`` see a GPU that is not here."""
+    properties = SimpleNamespace(name=name, major=capability[0], minor=capability[1], multi_processor_count=processors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(tuned, "shared_limit", lambda device: shared)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_shipped_files_load_and_say_whether_they_were_measured(path: Path) -> None:
+    file = tuned.load(path)
+    assert file.measured == (path.stem == "nvidia-h200")
+    assert {e.scheme for e in file.entries} == set(PRESETS)
+    assert any(e.pairs for e in file.entries)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "device"),
+    [
+        ("NVIDIA H200", (9, 0), "NVIDIA H200"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), "NVIDIA H100"),
+        ("NVIDIA GH200 480GB", (9, 0), "NVIDIA H200"),  # by capability: the measured file
+        ("NVIDIA L4", (8, 9), "NVIDIA L4"),
+        ("NVIDIA L40S", (8, 9), "NVIDIA L4"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), None),
+    ],
+)
+def test_a_file_is_found_by_name_and_then_by_capability(
+    name: str, capability: tuple[int, int], device: str | None
+) -> None:
+    found = tuned._find(name, capability, None)
+    assert (found and found.device) == device
+
+
+def test_pick_takes_the_entry_of_the_shape_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, "NVIDIA H200", (9, 0), 232448, 132)
+    layout = PageLayout(INT4, 64, 8, 128)
+    large = tuned.pick(layout, 8, 32 * 256)
+    small = tuned.pick(layout, 8, 512)
+    assert large == H200.entries[ShapeClass("int4", False, "large", 8, 128, 64)]
+    assert small == H200.entries[ShapeClass("int4", False, "small", 8, 128, 64)]
+    assert small.programs < large.programs
+    offset = tuned.pick(layout, 8, 32 * 256, pairs=True)
+    assert offset.maxnreg is None  # its loop needs more registers than the plain one is held to
+
+
+def test_the_workload_is_small_up_to_a_bound_of_tiles_a_multiprocessor() -> None:
+    assert tuned.workload_class(tuned.SMALL * 132, 132) == "small"
+    assert tuned.workload_class(tuned.SMALL * 132 + 1, 132) == "large"
+
+
+def test_a_gpu_without_a_file_gets_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, "NVIDIA A100-SXM4-80GB", (8, 0), 166912, 108)
+    assert tuned.pick(PageLayout(INT4, 64, 8, 128), 8, 8192) == DecodeConfig()
+
+
+def test_a_plan_on_cpu_gets_the_default_and_a_given_one_is_kept() -> None:
+    layout = PageLayout(INT4, 64, 2, 128)
+    assert DecodePlan(layout, 8, 2, 128, device="cpu").config == DecodeConfig()
+    config = DecodeConfig(num_stages=3)
+    assert DecodePlan(layout, 8, 2, 128, device="cpu", config=config).config is config
+
+
+@given(
+    st.sampled_from(sorted(PRESETS)),
+    st.sampled_from(PAGE_SIZES),
+    st.sampled_from(HEAD_DIMS),
+    st.booleans(),
+    st.sampled_from([99 << 10, 163 << 10, 227 << 10]),
+)
+def test_what_is_picked_fits_the_shared_memory(scheme: str, page: int, dim: int, pairs: bool, limit: int) -> None:
+    layout = PageLayout(PRESETS[scheme], page, 8, dim)
+    config = tuned.fit(DecodeConfig(num_stages=8), layout, pairs, limit)
+    assert tuned.shared_bytes(config, layout, pairs) <= limit
+    assert (
+        config.num_stages == 8
+        or tuned.shared_bytes(DecodeConfig(num_stages=config.num_stages + 1), layout, pairs) > limit
+    )  # no stage less than needed
+
+
+def test_candidates_that_cannot_launch_are_left_out() -> None:
+    layout = PageLayout(INT8, 128, 8, 256)
+    stages = {c.num_stages for c in tune.candidates(layout, False, 99 << 10)}
+    assert stages == {3}
+    assert {c.num_stages for c in tune.candidates(layout, False, 227 << 10)} == {3, 5, 7}
+
+
+def test_save_and_load_agree(tmp_path: Path) -> None:
+    shape, config = ShapeClass("int8", False, "small", 16, 64, 16), DecodeConfig(programs=4.5, maxnreg=None)
+    header = {
+        "device": "GPU", "capability": [9, 0], "triton": "3.6.0", "date": "2026-11-29", "measured": True,
+        "source": "a test",
+    }  # fmt: skip
+    tuned.save(tmp_path / "gpu.json", header, [(shape, config, {"time_us": 1.5})])
+    file = tuned.load(tmp_path / "gpu.json")
+    assert file.entries == {shape: config}
+    assert (file.device, file.capability, file.measured) == ("GPU", (9, 0), True)
+
+
+def _set(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        data = data[key]
+    data[path[-1]] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        (("format",), 2, "format is 2; this kvq reads 1"),
+        (("device",), "", "device is ''"),
+        (("capability",), [9], r"capability is \[9\]"),
+        (("measured",), "yes", "measured is 'yes'"),
+        (("entries",), [], r"entries is \[\]"),
+        (("entries", 1, "head_dim"), 100, r"entries\[1\].head_dim is 100"),
+        (("entries", 0, "rows"), 4, r"entries\[0\].rows is 4"),
+        (("entries", 0, "config", "num_stages"), 99, r"entries\[0\].config.num_stages is 99; expected 1..8"),
+        (("entries", 0, "config", "num_warps"), 3, r"config.num_warps is 3"),
+        (("entries", 0, "config", "maxnreg"), 256, r"config.maxnreg is 256"),
+        (("entries", 0, "config", "prefetch"), True, r"config.prefetch is True"),
+        (("entries", 0, "config", "warps"), 1, r"entries\[0\].config is"),
+    ],
+)
+def test_a_bad_file_is_refused_and_names_file_and_field(
+    tmp_path: Path, path: tuple[Any, ...], value: Any, reason: str
+) -> None:
+    data = json.loads(SHIPPED[0].read_text(encoding="utf-8"))
+    _set(data, path, value)
+    bad = tmp_path / "bad.json"
+    bad.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(ValueError, match=reason) as error:
+        tuned.load(bad)
+    assert str(bad) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "bad.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bad\.json"):
+        tuned.load(tmp_path / "bad.json")
+
+
+def test_a_refused_file_is_logged_once_and_the_shipped_one_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = tmp_path / "mine.json"
+    bad.write_text('{"format": 7}', encoding="utf-8")
+    monkeypatch.setenv(tuned.ENVIRONMENT, str(bad))
+    gpu(monkeypatch, "NVIDIA H200", (9, 0), 232448, 132)
+    with caplog.at_level(logging.WARNING, logger="kvq.tuned"):
+        picked = {tuned.pick(PageLayout(INT4, 64, 8, 128), 8, 8192) for _ in range(3)}
+    assert picked == {H200.entries[ShapeClass("int4", False, "large", 8, 128, 64)]}
+    assert len(caplog.records) == 1 and "format is 7" in caplog.text
+
+
+def test_a_file_of_another_gpu_is_foreign_and_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = tmp_path / "l4.json"
+    given.write_text((tuned.FOLDER / "nvidia-l4.json").read_text(encoding="utf-8"), encoding="utf-8")
+    with caplog.at_level(logging.WARNING, logger="kvq.tuned"):
+        found = tuned._find("NVIDIA H200", (9, 0), str(given))
+    assert found == H200
+    assert "is for NVIDIA L4" in caplog.text
+    found = tuned._find("NVIDIA L4", (8, 9), str(given))
+    assert found is not None and found.path == str(given)
+
+
+def test_tuning_needs_a_gpu_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.main([]) == 1
+    assert "no CUDA device" in capsys.readouterr().err
