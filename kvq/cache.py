@@ -139,7 +139,8 @@ class PagedKVCache:
         """A DecodePlan for this cache: at most max_seqs sequences of max_seq_len tokens, ``heads`` query heads."""
         return DecodePlan(
             self.layout, heads, max_seqs, max_seq_len, q_len=q_len, sliding_window=sliding_window,
-            hot=self.hot is not None, device=self.device,
+            hot=self.hot is not None, pairs=self.transform is not None and self.transform.pairs > 0,
+            device=self.device,
         )  # fmt: skip
 
     def promote(self, pages: Iterable[int]) -> list[int]:
