@@ -215,7 +215,8 @@ def _by_torch(
     transform: KeyTransform | None,
     positions: torch.Tensor | None,
 ) -> Parts:
-    values = reference.encode(x.float(), scheme, transform, positions)
+    # contiguous, so that the rotation rounds the same whatever the strides of x
+    values = reference.encode(x.float().contiguous(), scheme, transform, positions)
     missing = -values.shape[0] % block_size
     if missing:  # repeating the last token leaves a block's channel ranges as they are
         values = torch.cat([values, values[-1:].expand(missing, -1, -1)])
