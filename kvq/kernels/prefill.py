@@ -32,23 +32,28 @@ from kvq.kernels.planes import plane_dim, unpack_bytes, unpack_nibbles, unpack_n
 from kvq.page import PageLayout
 from kvq.reference import HotPool, hadamard_block, word_hadamard
 
-SCAN = tl.constexpr(64)  # block table entries looked at together for hot pages
+SCAN = tl.constexpr(64)  # sequences, and block table entries, looked at together
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """``rows`` of a program, ``tokens`` of a tile in native precision, and the launch options."""
+    """``rows`` of a program, ``page_tokens`` and ``tokens`` of a quantized and of a native tile, launch options."""
 
     rows: int
+    page_tokens: int
     tokens: int
     num_warps: int
     num_stages: int
 
     @staticmethod
-    def default(head_dim: int, pairs: int = 0) -> PrefillConfig:
-        """Fits 99 KiB of shared memory and spills nothing on sm_89 and sm_90 (tests/kernels)."""
-        wide = head_dim > 128 or pairs > 16
-        return PrefillConfig(rows=64, tokens=32, num_warps=8 if wide else 4, num_stages=2)
+    def default(head_dim: int, capability: int) -> PrefillConfig:
+        """For a major compute ``capability``. Hopper multiplies unpacked K from shared memory; others hold it in
+        registers, so their tiles are smaller."""
+        if capability == 9:
+            return PrefillConfig(128 if head_dim <= 128 else 64, 64, 32, num_warps=8, num_stages=2)
+        if head_dim <= 128:
+            return PrefillConfig(64, 32, 32, num_warps=4, num_stages=2)
+        return PrefillConfig(64, 16, 16, num_warps=8, num_stages=2)
 
 
 @triton.jit
@@ -78,14 +83,13 @@ def softmax_step(
 def quantized_tile(
     q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
     p_key, p_value, p_key_scale, p_value_scale,
-    c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn,
-    token, own, low, cap,
-    D: tl.constexpr, N: tl.constexpr,
+    c_cos, c_sin, p_inner, p_turn, token, own, low, cap,
+    D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, PAIRS: tl.constexpr, MAX_PAIRS: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The N tokens of a page and head, the first at index ``token``; MASKED: not every row sees them all."""
+    """N tokens of a page and head, the first at index ``token``; MASKED: not every row sees them all."""
     KW: tl.constexpr = D * K_BITS // 16
     VW: tl.constexpr = D * V_BITS // 16
     o_n = tl.arange(0, N)
@@ -129,6 +133,9 @@ def quantized_tile(
         b_cos = c_cos * t_cos + c_sin * t_sin  # [R, PAIRS]
         b_sin = c_sin * t_cos - c_cos * t_sin
         h_cos, h_sin = b_cos.to(tl.float16), b_sin.to(tl.float16)
+        p_in = p_inner + tl.arange(0, PAIRS)[:, None] + o_n[None, :] * (2 * PAIRS)
+        i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [PAIRS, N] fp16
+        j_cos, j_sin = tl.load(p_in + 2 * PAGE * PAIRS), tl.load(p_in + 2 * PAGE * PAIRS + PAIRS)
         o = tl.dot(h_cos, i_cos)
         o = tl.dot(h_sin, i_sin, o)
         o = tl.dot((b_cos - h_cos.to(tl.float32)).to(tl.float16), i_cos, o)
@@ -229,7 +236,7 @@ def offset_coefficients(
     return c_cos, c_sin, o_pair
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tiles"])  # they change with every batch
 def prefill_kernel(
     query, key, value, pages, out, lse,
     block_tables, context_lens, cu_seqlens, slot_of_page, hot_pool, sinks,
@@ -240,7 +247,7 @@ def prefill_kernel(
     HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, N: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
     K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    WK: tl.constexpr, WV: tl.constexpr, HOT_T: tl.constexpr, SEQS: tl.constexpr,
+    WK: tl.constexpr, WV: tl.constexpr, QT: tl.constexpr, HOT_T: tl.constexpr,
     HAS_SCALE: tl.constexpr, PAIRS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_HOT: tl.constexpr,
     HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr,
@@ -249,12 +256,16 @@ def prefill_kernel(
     needs no lengths; the last tiles, which see most, go first."""
     KP: tl.constexpr = 16 // K_BITS
     VP: tl.constexpr = 16 // V_BITS
+    K_SCALE: tl.constexpr = 2 if K_SYM else 4
+    V_SCALE: tl.constexpr = 2 if V_SYM else 4
     MAX_PAIRS: tl.constexpr = D // 2
     i_head = tl.program_id(0)
     i_tile = num_tiles - 1 - tl.program_id(1)
-    o_b = tl.arange(0, SEQS)
-    starts = tl.load(cu_seqlens + o_b, mask=o_b < num_seqs, other=0).to(tl.int64) * GROUP // R + o_b
-    i_seq = tl.sum(((starts <= i_tile) & (o_b < num_seqs)).to(tl.int32), 0) - 1
+    i_seq = -1
+    for start in range(0, num_seqs, SCAN):
+        o_b = start + tl.arange(0, SCAN)
+        starts = tl.load(cu_seqlens + o_b, mask=o_b < num_seqs, other=0).to(tl.int64) * GROUP // R + o_b
+        i_seq += tl.sum(((starts <= i_tile) & (o_b < num_seqs)).to(tl.int32), 0)
     first = tl.load(cu_seqlens + i_seq).to(tl.int64)
     new_len = (tl.load(cu_seqlens + i_seq + 1) - first).to(tl.int32)
     row = ((i_tile - (first * GROUP // R + i_seq)) * R).to(tl.int32)
@@ -298,7 +309,7 @@ def prefill_kernel(
     qs = qs * sm
 
     p_turn = far
-    c_cos, c_sin, i_cos, i_sin, j_cos, j_sin = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    c_cos, c_sin = 0.0, 0.0
     if PAIRS > 0:
         shift = 0
         if HAS_SHIFT:
@@ -308,9 +319,6 @@ def prefill_kernel(
             PAIRS, MAX_PAIRS, N, HAS_SHIFT,
         )  # fmt: skip
         p_turn = far + o_pair
-        p_in = inner + i_head * (4 * N * PAIRS) + tl.arange(0, PAIRS)[:, None] + tl.arange(0, N)[None, :] * (2 * PAIRS)
-        i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [PAIRS, N] fp16
-        j_cos, j_sin = tl.load(p_in + 2 * N * PAIRS), tl.load(p_in + 2 * N * PAIRS + PAIRS)
 
     a0 = tl.zeros([R, WV], tl.float32)
     a1 = tl.zeros([R, WV], tl.float32)
@@ -327,33 +335,38 @@ def prefill_kernel(
         page_lo = tl.maximum(context + token - window + 1, 0) // N
     page_hi = tl.cdiv(context, N)
     p_table = block_tables + i_seq.to(tl.int64) * stride_table
-    for i in tl.range(page_lo, context // N, num_stages=STAGES):
-        page = tl.load(p_table + i).to(tl.int64)
+    p_inner = inner + i_head * (4 * N * PAIRS)
+    STEPS: tl.constexpr = N // QT
+    full = tl.maximum(context // QT, page_lo * STEPS)
+    for i in tl.range(page_lo * STEPS, full, num_stages=STAGES):
+        page = tl.load(p_table + i // STEPS).to(tl.int64)
         slot = -1
         if HAS_HOT:
             slot = tl.load(slot_of_page + page)
         if slot < 0:
+            r = i % STEPS * QT
             p_page = pages + page * stride_page + i_head * head_bytes
             a0, a1, a2, a3, m, l = quantized_tile(
                 q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
-                p_page, p_page + v_codes, p_page + k_scales, p_page + v_scales,
-                c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn + i * (2 * MAX_PAIRS),
-                i * N, last, low, cap,
-                D, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, WINDOW, WINDOW, SOFTCAP, ASM,
+                p_page + r * (D * K_BITS // 8), p_page + v_codes + r * (D * V_BITS // 8),
+                p_page + k_scales + r * K_SCALE, p_page + v_scales + r * V_SCALE,
+                c_cos, c_sin, p_inner + r * (2 * PAIRS), p_turn + i // STEPS * (2 * MAX_PAIRS), i * QT, last, low, cap,
+                D, QT, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, WINDOW, WINDOW, SOFTCAP, ASM,
             )  # fmt: skip
-    for i in tl.range(tl.maximum(context // N, page_lo), page_hi, num_stages=1):  # the last page, where it is not full
-        page = tl.load(p_table + i).to(tl.int64)
+    for i in tl.range(full, tl.cdiv(context, QT), num_stages=1):  # the last tile, where it is not full
+        page = tl.load(p_table + i // STEPS).to(tl.int64)
         slot = -1
         if HAS_HOT:
             slot = tl.load(slot_of_page + page)
         if slot < 0:
+            r = i % STEPS * QT
             p_page = pages + page * stride_page + i_head * head_bytes
             a0, a1, a2, a3, m, l = quantized_tile(
                 q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
-                p_page, p_page + v_codes, p_page + k_scales, p_page + v_scales,
-                c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn + i * (2 * MAX_PAIRS),
-                i * N, last, low, cap,
-                D, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, ASM,
+                p_page + r * (D * K_BITS // 8), p_page + v_codes + r * (D * V_BITS // 8),
+                p_page + k_scales + r * K_SCALE, p_page + v_scales + r * V_SCALE,
+                c_cos, c_sin, p_inner + r * (2 * PAIRS), p_turn + i // STEPS * (2 * MAX_PAIRS), i * QT, last, low, cap,
+                D, QT, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, ASM,
             )  # fmt: skip
     if V_ROTATE:
         x0, x1, x2, x3 = tl.trans(a0), tl.trans(a1), tl.trans(a2), tl.trans(a3)
@@ -425,7 +438,6 @@ def prefill_constants(
     group: int,
     config: PrefillConfig,
     *,
-    num_seqs: int = 1,
     dtype: torch.dtype = torch.float16,
     pairs: int = 0,
     has_scale: bool = False,
@@ -443,7 +455,7 @@ def prefill_constants(
         K_BITS=key.bits, V_BITS=value.bits, K_SYM=key.symmetric, V_SYM=value.symmetric,
         K_ROTATE=key.rotate, V_ROTATE=value.rotate, BLOCK=block, NORM=block**-0.5,
         WK=max(16, next_pow2(head_dim // key.planes)), WV=max(16, next_pow2(head_dim // value.planes)),
-        HOT_T=min(config.tokens, layout.page_size), SEQS=next_pow2(num_seqs),
+        QT=min(config.page_tokens, layout.page_size), HOT_T=min(config.tokens, layout.page_size),
         HAS_SCALE=has_scale, PAIRS=pairs, HAS_SHIFT=has_shift and pairs > 0, HAS_HOT=has_hot,
         HAS_SINKS=has_sinks, WINDOW=window, SOFTCAP=softcap, SPLIT=dtype == torch.bfloat16,
         STAGES=config.num_stages, ASM=USE_ASM,
@@ -476,7 +488,9 @@ def prefill(
     """
     tokens, heads, head_dim = query.shape
     num_seqs, pairs = context_lens.shape[0], 0 if transform is None else transform.pairs
-    config = config or PrefillConfig.default(head_dim, pairs)
+    if config is None:
+        capability = torch.cuda.get_device_capability(query.device)[0] if query.is_cuda else 0
+        config = PrefillConfig.default(head_dim, capability)
     group = heads // layout.kv_heads
     tiles = tokens * group // config.rows + num_seqs
     if not tokens or not tiles:
@@ -485,7 +499,6 @@ def prefill(
         layout,
         group,
         config,
-        num_seqs=num_seqs,
         dtype=query.dtype,
         pairs=pairs,
         has_scale=transform is not None and transform.has_scale,
