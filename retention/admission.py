@@ -11,15 +11,15 @@ from retention.ttl import Survival
 
 
 class Admission:
-    """Holds the first turn of a new program while the programs under way need the pool.
+    """Holds programs whose KV is not there, new ones and those that lost it, while those under way need the pool.
 
     A program under way is charged its blocks, or the mean of recently finished turns if that is more (it will grow),
-    less those it shares: in full while it runs or waits in the queue, and by the chance that it is back within the
-    horizon while its tool runs. After the horizon a paused program is not charged any more. The horizon is `horizon`
-    times the seconds it takes to prefill the whole pool: whoever is away for longer is cheaper to compute again than
-    to hold room for.
-    A new program may start when all charges and its own need fit into `overcommit` times the pool, when nobody is
-    under way, or when it has waited for `hold_s`.
+    less those it shares: in full while it runs or has returned to its lease, and by the chance that it is back within
+    the horizon while its tool runs. After the horizon a paused program is not charged any more. The horizon is
+    `horizon` times the seconds it takes to prefill the whole pool: whoever is away for longer is cheaper to compute
+    again than to hold room for.
+    A held program may start when all charges and its own need fit into `overcommit` times the pool, when nobody is
+    under way, or `hold_s` after its first arrival.
 
     Without this, working sets beyond the pool thrash: each return evicts a program that is about to return. Eviction
     order does not help then (not even Belady's); fewer programs at a time does. All operations are O(log n).
@@ -38,7 +38,7 @@ class Admission:
         self.charged = 0.0
 
     def busy(self, program: ProgramKey, prompt_blocks: float) -> None:
-        """The program runs, or has returned and waits."""
+        """The program runs, or has returned to its lease and waits."""
         self._charge(program, self._size(prompt_blocks), math.inf)
 
     def paused(self, program: ProgramKey, blocks: int, shared: int, wait: Survival, pool_s: float, now: float) -> None:
@@ -62,7 +62,7 @@ class Admission:
         self.charged -= charge
 
     def admits(self, prompt_blocks: float, total_blocks: int, now: float) -> bool:
-        """May a new program start, whose first prompt has so many blocks?"""
+        """May a program that is not under way start, with a prompt of so many blocks?"""
         while self._ends and self._ends[0][0] <= now:
             end, program = heapq.heappop(self._ends)
             if self._charges.get(program, (0.0, math.inf))[1] == end:

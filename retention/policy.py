@@ -107,8 +107,6 @@ class Policy:
         if program is None:
             return Arrival(self.rule.order(None, False, now))
         program.live += 1
-        if self.rule.admission is not None and program.turns:
-            self.rule.admission.busy(program.key, turn.prompt_tokens / self._block_tokens)
         if program.finished_at is not None:
             request.waited_s = now - program.finished_at
             self._returned(program, request.waited_s)
@@ -116,20 +114,26 @@ class Policy:
         if lease is not None:
             self.pins.claim(lease, now)
             request.lease_id = lease.id
+        if self.rule.admission is not None and program.live == 1:
+            if lease is not None:
+                self.rule.admission.busy(program.key, turn.prompt_tokens / self._block_tokens)
+            else:
+                self.rule.admission.gone(program.key)
         return Arrival(self.rule.order(program, lease is not None, now), request.lease_id, request.waited_s)
 
     def admits(self, request_id: str) -> bool:
         """May this request start, as far as memory is concerned? Ask before its first allocation, at every step. False
-        only for first turns of programs, and for no longer than the rule's `hold_s` after their arrival.
+        only for programs without a lease, while something runs, until `hold_s` after the program's first arrival.
         """
         admission, request = self.rule.admission, self._requests.get(request_id)
         if admission is None or request is None or request.program is None:
             return True
-        if request.started or request.program.turns or self._idle:
+        if request.started or self._idle or self.pins.get(request.lease_id) is not None:
             return True
         now = self._now()
         need = request.turn.prompt_tokens / self._block_tokens
-        return now - request.arrived >= admission.hold_s or admission.admits(need, self.pins.total_blocks, now)
+        overdue = now - request.program.first_arrival >= admission.hold_s
+        return overdue or admission.admits(need, self.pins.total_blocks, now)
 
     def turn_started(self, request_id: str, cached_tokens: int) -> tuple[Victim, ...]:
         """The request got its blocks, `cached_tokens` of them by prefix hit. The lease it used is done (its blocks are
@@ -146,7 +150,7 @@ class Policy:
         program = request.program
         if program is None:
             return ()
-        if self.rule.admission is not None and not program.turns:
+        if self.rule.admission is not None:
             self.rule.admission.busy(program.key, request.turn.prompt_tokens / self._block_tokens)
         lease = self.pins.get(request.lease_id)
         if request.waited_s is not None:

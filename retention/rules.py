@@ -228,10 +228,10 @@ class Value(Rule):
 
     (hit density, as in LHD, Beckmann et al., NSDI '18).
 
-    New programs start as `Admission` allows (overcommit, horizon, hold_s; overcommit 0: all at once). The queue is
-    first come, first served for requests without a program and for returns that still have a lease. They pass, but for
-    no longer than `recompute_s`, returns that have to be computed again, of which the oldest program goes first; and
-    first turns, for no longer than `hold_s`.
+    Programs without a lease, new ones and those that lost theirs, start as `Admission` allows (overcommit, horizon,
+    hold_s; overcommit 0: all at once). The queue is first come, first served for requests without a program and for
+    returns that have a lease. They pass programs without one, of which the oldest goes first, until `hold_s` after the
+    first arrival of that program.
 
     max_ttl_s bounds the whole wait. samples, window: see `TTLPredictor`.
     """
@@ -246,19 +246,14 @@ class Value(Rule):
         overcommit: float = 1.0,
         horizon: float = 3.0,
         hold_s: float = 300.0,
-        recompute_s: float = 100.0,
         samples: int = 8,
         window: int = 128,
     ) -> None:
         super().__init__()
-        for name, value, low in (
-            ("max_ttl_s", max_ttl_s, 0.0),
-            ("slack", slack, 1.0),
-            ("recompute_s", recompute_s, 0.0),
-        ):
+        for name, value, low in (("max_ttl_s", max_ttl_s, 0.0), ("slack", slack, 1.0)):
             if not low <= value < math.inf:
                 raise ValueError(f"{name} must be finite and at least {low:g}, got {value}")
-        self._max_ttl_s, self._slack, self._recompute_s, self._hold_s = max_ttl_s, slack, recompute_s, hold_s
+        self._max_ttl_s, self._slack, self._hold_s = max_ttl_s, slack, hold_s
         self.admission = None if overcommit == 0.0 else Admission(overcommit, horizon, hold_s)
         self.predictor = TTLPredictor("survival", min_samples=samples, window=window)
 
@@ -282,9 +277,7 @@ class Value(Rule):
     def order(self, program: Program | None, retained: bool, now: float) -> tuple[int, float]:
         if program is None or retained:
             return (0, now)
-        if program.turns:
-            return (0, max(now, program.first_arrival + self._recompute_s))
-        return (0, now + self._hold_s if self.admission else now)
+        return (0, max(now, program.first_arrival + self._hold_s) if self.admission else now)
 
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (LRU, Fixed, EMA, Continuum, TRTLLM, Value)}

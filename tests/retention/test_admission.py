@@ -149,13 +149,35 @@ def test_overcommit_0_and_other_policies_hold_nobody(engine):
     assert lru.policy.admits("new")
 
 
-def test_the_queue_passes_nobody_for_longer_than_the_settings_say(engine):
-    e = engine("value", hold_s=300.0, recompute_s=100.0)
-    plain = e.arrive("plain", ["x"]).order
-    first = e.arrive("first", ["f"], "new").order
-    assert plain == (0, 0.0) and first == (0, 300.0)
+def test_programs_without_a_lease_queue_by_age_and_for_no_longer_than_hold_s(engine):
+    e = engine("value", hold_s=300.0)
+    assert e.arrive("plain", ["x"]).order == (0, 0.0)
+    assert e.arrive("first", ["f"], "new").order == (0, 300.0)
     e.turn("p", ["a", "b", "c"], calls=[])
-    assert e.arrive("kept", ["a", "b", "c", "d"], "p").order == (0, 0.0)
+    e.advance(1.0)
+    assert e.arrive("kept", ["a", "b", "c", "d"], "p").order == (0, 1.0)
+    e.abort("kept")
+    e.apply(e.policy.reset())
+    assert e.arrive("lost", ["a", "b", "c", "d"], "p").order == (0, 300.0)
+    e.abort("lost")
+    e.advance(1000.0)
+    assert e.arrive("old", ["a", "b", "c", "d"], "p").order == (0, 1001.0)
+
+
+def test_a_return_that_lost_its_lease_is_held_and_one_that_has_it_is_not(engine):
+    e = engine("value", guardrail=False, overcommit=0.5)
+    for name in ("p", "q"):
+        e.turn(name, [f"{name}{i}" for i in range(24)], calls=[])
+    e.arrive("kept", [f"p{i}" for i in range(25)], "p")
+    e.step()
+    assert "kept" in e.running
+    e.step()
+    e.apply(e.policy.release(ProgramKey("q")))
+    e.arrive("lost", [f"q{i}" for i in range(25)], "q")
+    assert not e.policy.admits("lost")
+    e.finish("kept")
+    e.apply(e.policy.release(ProgramKey("p")))
+    assert e.policy.admits("lost")
 
 
 def _pool(e):
