@@ -116,7 +116,7 @@ class PagedKVCache:
             check=check, on_nonfinite=on_nonfinite, status=self.status,
         )  # fmt: skip
         page = torch.where(slot_mapping < 0, self.pages.shape[0], slot_mapping // self.layout.page_size)
-        self._written[page.clamp(max=self.pages.shape[0])] = True
+        self._written.index_fill_(0, page.clamp(max=self.pages.shape[0]).long(), True)
 
     def gather(
         self,
@@ -139,7 +139,7 @@ class PagedKVCache:
         """A DecodePlan for this cache: at most max_seqs sequences of max_seq_len tokens, ``heads`` query heads."""
         return DecodePlan(
             self.layout, heads, max_seqs, max_seq_len, q_len=q_len, sliding_window=sliding_window,
-            hot=self.hot is not None, pairs=self.transform is not None and self.transform.pairs > 0,
+            hot=self.hot is not None, pairs=0 if self.transform is None else self.transform.pairs,
             device=self.device,
         )  # fmt: skip
 
