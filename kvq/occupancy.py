@@ -27,7 +27,7 @@ from kvq.kernels.device import DeviceTransform
 from kvq.kernels.inspect import Compiled, compile_launch, launches_of
 from kvq.page import PageLayout
 from kvq.plan import DecodePlan
-from kvq.tune import KV_HEADS, layout_of, offset
+from kvq.tune import KV_HEADS, PAIRS, layout_of, offset
 from kvq.tuned import DecodeConfig, ShapeClass
 
 MARGIN = 4.0
@@ -105,7 +105,7 @@ def choose(device: Device, shape: ShapeClass) -> tuple[DecodeConfig, dict[str, A
     needed = layout.head_bytes / (device.bandwidth / device.multiprocessors) / MARGIN
     for stages in (3, 5, 7):
         config = DecodeConfig(num_stages=stages, maxnreg=None)
-        if tuned.shared_bytes(config, layout, shape.pairs) > device.shared_block:
+        if tuned.shared_bytes(config, layout, PAIRS * shape.pairs) > device.shared_block:
             break
         compiled = compile_decode(shape, config, device.capability)
         most = resident(device, compiled)

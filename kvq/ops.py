@@ -318,7 +318,7 @@ def decode_pages(
                 q_len=q_len,
                 sliding_window=sliding_window,
                 hot=hot is not None,
-                pairs=transform is not None and transform.pairs > 0,
+                pairs=0 if transform is None else transform.pairs,
                 device=pages.device,
             )
             plan.update(block_tables, seq_lens, hot)

@@ -20,7 +20,7 @@ class DecodePlan:
         layout: the page layout. heads: query heads. q_len: query tokens a sequence, 1 to 8.
         max_seqs, max_seq_len: bounds of the batch; ``run`` works for any lengths up to them without re-planning.
         sliding_window: of the layers this plan serves, or None. hot: whether pages may be hot.
-        pairs: whether the keys' transform has an offset. config: None picks the tuned one of the device (kvq/tuned.py).
+        pairs: of the keys' transform (DeviceTransform.pairs). config: None picks the tuned one (kvq/tuned.py).
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class DecodePlan:
         q_len: int = 1,
         sliding_window: int | None = None,
         hot: bool = False,
-        pairs: bool = False,
+        pairs: int = 0,
         device: torch.device | str = "cuda",
         config: DecodeConfig | None = None,
     ) -> None:

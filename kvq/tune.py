@@ -24,12 +24,13 @@ from kvq.transform import KeyTransform
 from kvq.tuned import DecodeConfig, ShapeClass
 
 KV_HEADS = 8
+PAIRS = 16  # with an offset, where keys have one
 STAGES = (3, 5, 7)
 REGISTERS = (None, 224)
 PROGRAMS = (4, 6, 8, 12)
 PREFETCH = (0, 2, 4)
 CLOSE = 1.01  # times the best within which an earlier candidate is preferred: replays differ by as much
-TILES = {"small": 64, "large": 512}  # (page, kv head) tiles a multiprocessor of the batch that stands for a workload
+TILES = {"small": 128, "large": 1024}  # (page, kv head) tiles a multiprocessor of the batch that stands for a workload
 
 
 def shape_classes(quick: bool) -> Iterator[ShapeClass]:
@@ -44,7 +45,7 @@ def shape_classes(quick: bool) -> Iterator[ShapeClass]:
                 yield ShapeClass("int4", False, workload, 8, head_dim, page_size)
 
 
-def candidates(layout: PageLayout, pairs: bool, limit: int) -> list[DecodeConfig]:
+def candidates(layout: PageLayout, pairs: int, limit: int) -> list[DecodeConfig]:
     """Stages and registers to compile; those whose shared memory passes ``limit`` bytes are left out."""
     every = [DecodeConfig(num_stages=s, maxnreg=r) for s in STAGES for r in REGISTERS]
     return [c for c in every if tuned.shared_bytes(c, layout, pairs) <= limit]
@@ -54,7 +55,7 @@ def layout_of(shape: ShapeClass) -> PageLayout:
     return PageLayout(PRESETS[shape.scheme], shape.page_size, KV_HEADS, shape.head_dim)
 
 
-def offset(head_dim: int, pairs: int = 16) -> KeyTransform:
+def offset(head_dim: int, pairs: int = PAIRS) -> KeyTransform:
     """A transform with an offset on ``pairs`` rotary pairs of each head, and pair scales."""
     g = torch.Generator().manual_seed(0)
     return KeyTransform(
@@ -92,7 +93,7 @@ def measure(shape: ShapeClass, limit: int, multiprocessors: int, l2_bytes: int) 
     pages = TILES[shape.workload] * multiprocessors // KV_HEADS // sequences
     inputs, q_len = inputs_of(shape, pages * shape.page_size, sequences, 4 * l2_bytes)
     times: dict[DecodeConfig, float] = {}
-    for config in candidates(layout_of(shape), shape.pairs, limit):
+    for config in candidates(layout_of(shape), PAIRS * shape.pairs, limit):
         for programs in PROGRAMS:
             _try(inputs, replace(config, programs=programs), times)
     best = _best(times)
@@ -139,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         (shape, replace(config, prefetch=prefetch))
         for shape in classes
         if shape.workload == "large"
-        for config in candidates(layout_of(shape), shape.pairs, limit)
+        for config in candidates(layout_of(shape), PAIRS * shape.pairs, limit)
         for prefetch in PREFETCH
     ]
     print(f"{properties.name}: compiling {len(jobs)} kernels")

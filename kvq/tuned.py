@@ -24,7 +24,7 @@ from kvq.scheme import HEAD_DIMS
 FORMAT = 1
 FOLDER = Path(__file__).parent / "kernels" / "tuned"
 ENVIRONMENT = "KVQ_TUNED"
-SMALL = 128  # (page, kv head) tiles a multiprocessor up to which a plan's workload is "small"
+SMALL = 256  # (page, kv head) tiles a multiprocessor up to which a plan's workload is "small"
 
 log = logging.getLogger(__name__)
 
@@ -120,10 +120,12 @@ def pick(
     rows: int,
     pages: int,
     *,
-    pairs: bool = False,
+    pairs: int = 0,
     device: torch.device | str = "cuda",
 ) -> DecodeConfig:
     """The configuration for a plan of at most ``pages`` pages whose programs take ``rows`` (8 or 16) query rows.
+
+    ``pairs``: rotary pairs of a head with an offset, as in DeviceTransform.pairs.
 
     Never raises for want of a file: without one, and on CPU, it is ``DecodeConfig()``. Stages that do not fit the
     device's shared memory are taken off.
@@ -134,7 +136,7 @@ def pick(
     properties = torch.cuda.get_device_properties(device)
     tuned = _find(properties.name, (properties.major, properties.minor), os.environ.get(ENVIRONMENT))
     workload = workload_class(pages * layout.kv_heads, properties.multi_processor_count)
-    shape = ShapeClass(layout.scheme.name, pairs, workload, rows, layout.head_dim, layout.page_size)
+    shape = ShapeClass(layout.scheme.name, pairs > 0, workload, rows, layout.head_dim, layout.page_size)
     config = None if tuned is None else nearest(tuned.entries, shape)
     return fit(config or DecodeConfig(), layout, pairs, shared_limit(device))
 
@@ -158,18 +160,18 @@ def nearest(entries: dict[ShapeClass, DecodeConfig], shape: ShapeClass) -> Decod
     return entries[max(same, key=lambda e: [a == b for a, b in zip(e, shape)])]
 
 
-def shared_bytes(config: DecodeConfig, layout: PageLayout, pairs: bool) -> int:
+def shared_bytes(config: DecodeConfig, layout: PageLayout, pairs: int) -> int:
     """Upper bound of the shared memory of a decode program: half the stages hold tiles, the others page numbers.
 
     Triton also keeps the offset's tables there, and the tiles of the loop over hot pages instead of the quantized ones.
     """
     tile = layout.head_bytes
-    tables = 4 * layout.page_size * max(16, layout.head_dim // 2) * 2 if pairs else 0
+    tables = 4 * 2 * layout.page_size * pairs
     hot = 2 * 2 * 2 * 16 * layout.head_dim
     return max(config.num_stages // 2 * tile, hot) + tables + 1024
 
 
-def fit(config: DecodeConfig, layout: PageLayout, pairs: bool, limit: int) -> DecodeConfig:
+def fit(config: DecodeConfig, layout: PageLayout, pairs: int, limit: int) -> DecodeConfig:
     """``config`` with as few stages less as its shared memory needs to fit ``limit`` bytes."""
     while config.num_stages > 1 and shared_bytes(config, layout, pairs) > limit:
         config = replace(config, num_stages=config.num_stages - 1)

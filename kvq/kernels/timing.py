@@ -90,7 +90,7 @@ class DecodeInputs:
             self.block_tables.shape[1] * self.layout.page_size,
             q_len=q_len,
             hot=hot is not None,
-            pairs=self.transform is not None and self.transform.pairs > 0,
+            pairs=0 if self.transform is None else self.transform.pairs,
             device=self.query.device,
             config=config,
         )

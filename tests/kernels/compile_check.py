@@ -28,7 +28,7 @@ def kernels(capability: int) -> list[tuple[str, cases.Case, list[Launch]]]:
 
     def add(case: cases.Case, *parts: str) -> None:
         batch = cases.make_batch(case, "cpu")
-        config = fit(DecodeConfig(), batch.layout, case.pairs > 0, SHARED[capability])
+        config = fit(DecodeConfig(), batch.layout, case.pairs, SHARED[capability])
         calls = {
             "write": lambda: cases.write_kernel(replace(batch, tokens=batch.tokens[:1])),
             "gather": lambda: cases.gather_kernel(batch, 0, 0, torch.float16),
