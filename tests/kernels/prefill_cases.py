@@ -75,8 +75,8 @@ def run_reference(
 
 # Context lengths before, in and after a page; new lengths that do and do not fill a tile; sequences without either.
 SMALL = [
-    PrefillCase(Case("d64-g4", lens=(37, 0, 16, 5)), (21, 7, 0, 1)),
-    PrefillCase(Case("d64-g3-bf16", group=3, dtype=torch.bfloat16, lens=(33, 20), kv_heads=1), (30, 4)),
+    PrefillCase(Case("d64-g4", lens=(37, 0, 16, 5)), (17, 3, 0, 1)),
+    PrefillCase(Case("d64-g3-bf16", group=3, dtype=torch.bfloat16, lens=(33, 20), kv_heads=1), (24, 4)),
     PrefillCase(Case("d80-g5-hot", head_dim=80, group=5, hot=True, lens=(70, 0), kv_heads=1), (9, 14)),
     PrefillCase(Case("d96-g12-k8v4", K8V4, head_dim=96, group=12, kv_heads=1, lens=(35,)), (8,)),
     PrefillCase(Case("d112-g7", head_dim=112, group=7, kv_heads=1, lens=(18,)), (21,)),
