@@ -95,7 +95,7 @@ class Lease:
 
 class RetainedPool:
     """Connects one policy with one scheduler. Call `arrived`, `tick` and (on an abort before blocks) `aborted`; the
-    rest is hooked into the scheduler's `_free_blocks`, `allocate_slots` and `get_new_blocks`.
+    rest is hooked into the scheduler's `_free_blocks`, `get_computed_blocks`, `allocate_slots` and `get_new_blocks`.
 
     finished: called with a request as it ends, its retainable blocks and how many of those, at the head, others hold;
     returns what to tell the policy. clock: seconds.
@@ -127,6 +127,8 @@ class RetainedPool:
         self._total_waiting_blocks = 0
         self.retry = True  # something changed since the policy last refused to give up hard leases
 
+        self._get_computed_blocks = manager.get_computed_blocks
+        manager.get_computed_blocks = self._look_up
         self._allocate_slots = manager.allocate_slots
         manager.allocate_slots = self._allocate
         self._get_new_blocks = self._pool.get_new_blocks
@@ -176,6 +178,12 @@ class RetainedPool:
         self._drop(self.policy.reset())
 
     # Hooks.
+
+    def _look_up(self, request: Request, *args, **kwargs):  # type: ignore[no-untyped-def]
+        """`get_computed_blocks`, which every step asks for the head of the queue: not for one that is held anyway."""
+        if self.policy.admits(request.request_id):
+            return self._get_computed_blocks(request, *args, **kwargs)
+        return self._scheduler.kv_cache_manager.empty_kv_cache_blocks, 0, 0
 
     def _allocate(self, request: Request, num_new_tokens: int, *args, **kwargs):  # type: ignore[no-untyped-def]
         self._allocating = request

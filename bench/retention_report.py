@@ -123,8 +123,8 @@ def render(summary: Summary) -> str:
         why = ", ".join(f"{reason} {n}" for (k, reason), n in summary.reasons.most_common() if k == kind)
         lines.append((kind, count, why))
     parts.append(tabulate(lines, ["event", "count", "reasons"]))
+    rows: list[tuple[str | float, ...]] = []
     if summary.tools:
-        rows = []
         for name, tool in sorted(summary.tools.items(), key=lambda item: -(item[1].hits + item[1].misses)):
             rows.append((name, tool.hits + tool.misses, f"{tool.hit_rate:.1%}", *(_quantiles(tool.waits))))
         parts.append(

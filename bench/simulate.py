@@ -261,9 +261,7 @@ class Simulator:
             block_hasher=_hasher(turn, request_id, self.workload.block_size),
         )
         before = program.turns[index - 1].tool if index else None
-        self._records[request_id] = TurnRecord(
-            program.id, index, program.agent, at, turn.prompt_tokens, tool=before
-        )
+        self._records[request_id] = TurnRecord(program.id, index, program.agent, at, turn.prompt_tokens, tool=before)
         self._programs[request_id] = (program, index)
         self._refused = False
         self._policy_now = self._now

