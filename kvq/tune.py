@@ -137,14 +137,14 @@ def main(argv: list[str] | None = None) -> int:
     limit = tuned.shared_limit(torch.device("cuda"))
     classes = list(shape_classes(args.quick))
     jobs = [
-        (shape, replace(config, prefetch=prefetch))
+        (compile_candidate, (shape, replace(config, prefetch=prefetch)))
         for shape in classes
         if shape.workload == "large"
         for config in candidates(layout_of(shape), PAIRS * shape.pairs, limit)
         for prefetch in PREFETCH
     ]
     print(f"{properties.name}: compiling {len(jobs)} kernels")
-    in_processes(compile_candidate, jobs, max(1, (os.cpu_count() or 1) - 1))
+    in_processes(jobs, max(1, (os.cpu_count() or 1) - 1))
     entries = []
     for shape in classes:
         config, facts = measure(shape, limit, properties.multi_processor_count, properties.L2_cache_size)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.kernels import measure, report
+from bench.kernels import measure, peers, report
 from bench.kernels.measure import Shape
 from bench.kernels.report import GPU, State
 from kvq.kernels.timing import capture, in_processes
@@ -51,8 +51,11 @@ def state(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> State:
     state = pytestconfig.stash[STATE]
     if GPU:
         params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-        jobs = measure.compile_jobs([(p["shape"], p["variant"]) for p in params if "variant" in p])
-        in_processes(measure.compile_row, jobs, max(1, (os.cpu_count() or 1) - 1))
+        rows = [(p["shape"], p["variant"]) for p in params if "variant" in p]
+        jobs: list[tuple[Callable[..., None], tuple[Any, ...]]]
+        jobs = [(measure.compile_row, job) for job in measure.compile_jobs(rows)]
+        jobs += [(peers.compile_peer, job) for job in peers.compile_jobs([shape for shape, _ in rows])]
+        in_processes(jobs, max(1, (os.cpu_count() or 1) - 1))
         state.bandwidth = measure.read_bandwidth()
         torch.cuda.empty_cache()
     return state

@@ -167,18 +167,19 @@ def decode_inputs(
     return DecodeInputs(layout, block_tables, lens, caches, query, transform, tables)
 
 
-def in_processes(work: Callable[..., None], jobs: Sequence[tuple[Any, ...]], processes: int) -> None:
-    """Run ``work(*job)`` for every job in fresh processes: kernels compile side by side into Triton's cache.
+def in_processes(jobs: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], processes: int) -> None:
+    """Call every function of ``jobs`` with its arguments in fresh processes: kernels compile side by side into
+    Triton's cache.
 
     A job that fails says so on stderr and is left; whoever then needs its kernel meets the error itself.
     """
     if jobs:
         with multiprocessing.get_context("spawn").Pool(min(processes, len(jobs))) as pool:
-            pool.starmap(_attempt, [(work, job) for job in jobs], chunksize=1)
+            pool.starmap(_attempt, jobs, chunksize=1)
 
 
-def _attempt(work: Callable[..., None], job: tuple[Any, ...]) -> None:
+def _attempt(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     try:
-        work(*job)
+        work(*arguments)
     except Exception as error:
-        print(f"{job}: {error!r}", file=sys.stderr)
+        print(f"{work.__name__}{arguments}: {error!r}", file=sys.stderr)

@@ -106,7 +106,7 @@ def test_each_kernel_is_compiled_for_the_configuration_of_its_real_shape(monkeyp
 
 
 def test_a_job_that_fails_leaves_the_others(capfd: pytest.CaptureFixture[str]) -> None:
-    timing.in_processes(int, [("7",), ("seven",)], 2)
+    timing.in_processes([(int, ("seven",)), (int, ("7",))], 2)
     assert "seven" in capfd.readouterr().err
 
 
