@@ -10,6 +10,8 @@ COMMANDS = {
     "demo": ("bench.demo", "play a tool-using conversation with each storage format and compare them"),
     "size": ("bench.size", "how many tokens of a model's KV cache a memory budget holds"),
     "calibrate": ("bench.calibrate_cli", "measure a model's keys, so that INT4 stores them better"),
+    "tune": ("kvq.tune", "measure launch configurations of the kernels on the GPU at hand"),
+    "report": ("bench.retention_report", "what retention did, from its event log"),
     "doctor": ("bench.doctor", "what is installed, what works here, and what to do about the rest"),
 }
 
