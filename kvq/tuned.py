@@ -168,7 +168,8 @@ def shared_bytes(config: DecodeConfig, layout: PageLayout, pairs: int) -> int:
     tile = layout.head_bytes
     tables = 4 * 2 * layout.page_size * pairs
     hot = 2 * 2 * 2 * 16 * layout.head_dim
-    return max(config.num_stages // 2 * tile, hot) + tables + 1024
+    scratch = 32 * layout.head_dim  # of rotations and conversions between register layouts
+    return max(config.num_stages // 2 * tile, hot) + tables + scratch
 
 
 def fit(config: DecodeConfig, layout: PageLayout, pairs: int, limit: int) -> DecodeConfig:

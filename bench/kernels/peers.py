@@ -169,21 +169,17 @@ def vllm_triton(shape: Shape, mode: str) -> Runs:
 def vllm_turboquant(shape: Shape) -> Runs:
     """vLLM's TurboQuant decode, 4-bit keys and values with norm correction, rotation of the query included."""
     ops = importlib.import_module("vllm.v1.attention.ops.triton_turboquant_decode")
-    quantization = "vllm.model_executor.layers.quantization.turboquant"
-    config = importlib.import_module(f"{quantization}.config").TurboQuantConfig(
-        head_dim=shape.head_dim, key_quant_bits=4, value_quant_bits=4, norm_correction=True
-    )
-    centroids = importlib.import_module(f"{quantization}.centroids").get_centroids(shape.head_dim, 4).cuda()
+    key_bytes = shape.head_dim // 2 + 2  # codes and a fp16 norm; values have a fp16 scale and zero
+    slot_bytes = key_bytes + shape.head_dim // 2 + 4
     rotation = hadamard(shape.head_dim, device=torch.device("cuda"))
-    batch = Batch(shape, VLLM_PAGE, torch.uint8, config.slot_size_aligned // 2)  # K and V of a token share a slot
+    batch = Batch(shape, VLLM_PAGE, torch.uint8, slot_bytes // 2)  # K and V of a token share a slot
     parts = 32
     decode = partial(
         ops.triton_turboquant_decode_attention,
         query=batch.query, block_table=batch.block_tables, seq_lens=batch.seq_lens, Pi=rotation, PiT=rotation,
-        centroids=centroids, scale=batch.scale, mse_bits=config.key_mse_bits, key_packed_size=config.key_packed_size,
-        value_quant_bits=config.effective_value_quant_bits, key_fp8=False, norm_correction=True,
-        max_num_kv_splits=parts, output_buf=batch.out,
-        mid_o_buf=torch.empty(len(shape.lens), shape.heads, parts, shape.head_dim + 1, device="cuda"),
+        centroids=torch.linspace(-2.5, 2.5, 16, device="cuda"), scale=batch.scale, mse_bits=4,
+        key_packed_size=key_bytes, value_quant_bits=4, key_fp8=False, norm_correction=True, max_num_kv_splits=parts,
+        output_buf=batch.out, mid_o_buf=torch.empty(len(shape.lens), shape.heads, parts, shape.head_dim + 1, device="cuda"),
         lse_buf=torch.empty(len(shape.lens), shape.heads, device="cuda"),
     )  # fmt: skip
     calls = [partial(decode, kv_cache=torch.cat(pair, -1)) for pair in batch.caches]
