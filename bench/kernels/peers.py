@@ -179,7 +179,8 @@ def vllm_turboquant(shape: Shape) -> Runs:
         query=batch.query, block_table=batch.block_tables, seq_lens=batch.seq_lens, Pi=rotation, PiT=rotation,
         centroids=torch.linspace(-2.5, 2.5, 16, device="cuda"), scale=batch.scale, mse_bits=4,
         key_packed_size=key_bytes, value_quant_bits=4, key_fp8=False, norm_correction=True, max_num_kv_splits=parts,
-        output_buf=batch.out, mid_o_buf=torch.empty(len(shape.lens), shape.heads, parts, shape.head_dim + 1, device="cuda"),
+        output_buf=batch.out,
+        mid_o_buf=torch.empty(len(shape.lens), shape.heads, parts, shape.head_dim + 1, device="cuda"),
         lse_buf=torch.empty(len(shape.lens), shape.heads, device="cuda"),
     )  # fmt: skip
     calls = [partial(decode, kv_cache=torch.cat(pair, -1)) for pair in batch.caches]
