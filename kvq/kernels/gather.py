@@ -24,16 +24,19 @@ def store_plane(
     """Times the pair scale, plus the offset R(pos) mu, stored at the rows ``p_out`` [T]."""
     dim = plane_dim(o_w, PLANE, PLANES, BLOCK)
     m_w = o_w < D // PLANES
+    # Lanes beyond the head read its last dim. With masks instead, Triton 3.6 for sm_90 gave wrong offsets to a few dims
+    # at head size 96 when start and stop are multiples of 16.
+    d = tl.minimum(dim, D - 1)
     if HAS_SCALE:
-        x *= tl.load(p_scale + dim, mask=m_w, other=1.0)[None, :]
+        x *= tl.load(p_scale + d)[None, :]
     if HAS_MU:
-        pair = tl.load(dim_pair + dim, mask=m_w, other=0)[None, :]
+        pair = tl.load(dim_pair + d)[None, :]
         p_far = far + (pos // N)[:, None] * D + pair
         p_near = near + (pos % N)[:, None] * D + pair
         f_cos, f_sin = tl.load(p_far), tl.load(p_far + D // 2)
         n_cos, n_sin = tl.load(p_near), tl.load(p_near + D // 2)
-        mu = tl.load(p_mu + dim, mask=m_w, other=0.0)[None, :]
-        partner = tl.load(p_mu + KV_HEADS * D + dim, mask=m_w, other=0.0)[None, :]
+        mu = tl.load(p_mu + d)[None, :]
+        partner = tl.load(p_mu + KV_HEADS * D + d)[None, :]
         x += mu * (f_cos * n_cos - f_sin * n_sin) + partner * (f_sin * n_cos + f_cos * n_sin)
     tl.store(p_out[:, None] + dim[None, :], x.to(p_out.dtype.element_ty), mask=m_t[:, None] & m_w[None, :])
 
