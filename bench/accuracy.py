@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -231,27 +232,31 @@ class Result:
     loss: float = 0.0
     reference_loss: float = 0.0
     top1: int = 0
-    by_window: list[tuple[str, float]] = field(default_factory=list)
+    by_window: list[tuple[str, float, float]] = field(default_factory=list)  # kind, KL, increase of the loss
 
     def add(self, kind: str, exact: torch.Tensor, got: torch.Tensor, target: torch.Tensor) -> None:
         """Log-probabilities [n, vocabulary] of the unquantized and the quantized model, and the tokens that came."""
-        kl = (exact.exp() * (exact - got)).sum(-1)
+        kl = (exact.exp() * (exact - got)).sum(-1).double()
+        loss, reference_loss = (-x.gather(1, target[:, None]).double().sum() for x in (got, exact))
         self.positions += len(target)
-        self.kl += float(kl.double().sum())
-        self.loss -= float(got.gather(1, target[:, None]).double().sum())
-        self.reference_loss -= float(exact.gather(1, target[:, None]).double().sum())
+        self.kl += float(kl.sum())
+        self.loss += float(loss)
+        self.reference_loss += float(reference_loss)
         self.top1 += int((exact.argmax(-1) == got.argmax(-1)).sum())
-        self.by_window.append((kind, float(kl.mean())))
+        self.by_window.append((kind, float(kl.mean()), float(loss - reference_loss) / len(target)))
 
     def figures(self) -> dict[str, Any]:
+        """``perplexity_error``: standard error of the change, from how much windows differ; None for one window."""
         n = self.positions
+        increase = [d for _, _, d in self.by_window]
         return {
             "kl": self.kl / n,
             "perplexity": math.exp(self.reference_loss / n),
             "perplexity_change": math.exp((self.loss - self.reference_loss) / n) - 1,
+            "perplexity_error": stdev(increase) / len(increase) ** 0.5 if len(increase) > 1 else None,
             "top1": self.top1 / n,
             "positions": n,
-            "kl_by_window": self.by_window,
+            "by_window": self.by_window,
         }
 
 
@@ -336,6 +341,7 @@ def table(results: dict[Row, Result], head_dim: int, digests: dict[str, str]) ->
         if not result.positions:
             continue
         f = result.figures()
+        error = "" if f["perplexity_error"] is None else f" ± {100 * f['perplexity_error']:.2f}"
         lines.append(
             [
                 FORMATS[row.format].text,
@@ -343,7 +349,7 @@ def table(results: dict[Row, Result], head_dim: int, digests: dict[str, str]) ->
                 f"{FORMATS[row.format].bits(128):.3f}",
                 row.window,
                 row.first,
-                f"{100 * f['perplexity_change']:+.2f} %",
+                f"{100 * f['perplexity_change']:+.2f}{error} %",
                 f"{f['kl']:.4f}",
                 f"{100 * f['top1']:.1f} %",
                 digests.get(FORMATS[row.format].offset, "-"),
@@ -372,6 +378,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--offset", type=int, default=0, help="position of the first token (default 0)")
     parser.add_argument("--texts", default="evaluation", choices=texts.PURPOSES, help="which set of windows")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N windows of each kind of text")
+    parser.add_argument("--more", type=int, default=1, metavar="N", help="N times as many windows (see bench.texts)")
     parser.add_argument("--every", type=int, default=1, help="score every N-th position (default 1)")
     parser.add_argument("--calibration", type=Path, help="file of 'kvq calibrate'; default: calibrate now")
     parser.add_argument("--data", type=Path, default=texts.DEFAULT_DATA, help="default %(default)s")
@@ -410,7 +417,7 @@ def limited(windows: list[texts.Window], limit: int | None) -> list[texts.Window
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     model, encode = load_model(model_path(args.model), args.device)
-    windows = limited(texts.windows(encode, args.texts, args.data), args.limit)
+    windows = limited(texts.windows(encode, args.texts, args.data, more=args.more), args.limit)
     rows = [Row(s, w, f) for f in args.first for w in args.windows for s in args.schemes]
     transforms: dict[str, list[KeyTransform]] = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:

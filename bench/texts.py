@@ -34,18 +34,19 @@ class Window:
     turn_starts: tuple[int, ...] = ()
 
 
-def windows(encode: Encode, purpose: str, data: Path = DEFAULT_DATA, length: int = 1024) -> list[Window]:
+def windows(encode: Encode, purpose: str, data: Path = DEFAULT_DATA, length: int = 1024, more: int = 1) -> list[Window]:
     """Windows of ``length`` tokens for ``purpose`` ("calibration", "evaluation" or "other").
 
-    ``encode`` turns text to token ids, without special tokens. Where ``data`` does not exist, the shipped text gives
-    windows for calibration and evaluation. Raises ValueError for another purpose, or where no window is found.
+    ``encode`` turns text to token ids, without special tokens. ``more``: times as many windows of the encyclopedia, and
+    up to as many of each agent session. Where ``data`` does not exist, the shipped text gives windows for calibration
+    and evaluation. Raises ValueError for another purpose, or where no window is found.
     """
     if purpose not in PURPOSES:
         raise ValueError(f"purpose is {purpose!r}; allowed: {', '.join(PURPOSES)}")
     if not data.is_dir():
         found = list(shipped(encode, purpose, length))
     else:
-        found = [*wikitext(encode, purpose, data, length), *agent(encode, purpose, data, length)]
+        found = [*wikitext(encode, purpose, data, length, more), *agent(encode, purpose, data, length, more)]
     if not found:
         raise ValueError(f"no text for {purpose} with {length} tokens a window under {data}")
     return found
@@ -69,15 +70,15 @@ def detokenize(text: str) -> str:
     return re.sub(r'" ([^"\n]*?) "', r'"\1"', text)
 
 
-def wikitext(encode: Encode, purpose: str, data: Path, length: int) -> Iterator[Window]:
+def wikitext(encode: Encode, purpose: str, data: Path, length: int, more: int) -> Iterator[Window]:
     """Windows spread evenly over the corpus, the three purposes one after another."""
     path = data / "wikitext2" / "valid.txt"
     if not path.is_file():
         return
     text = detokenize(path.read_text())
-    total = sum(WIKITEXT_WINDOWS.values())
-    first = sum(n for p, n in WIKITEXT_WINDOWS.items() if PURPOSES.index(p) < PURPOSES.index(purpose))
-    for slot in range(first, first + WIKITEXT_WINDOWS[purpose]):
+    total = more * sum(WIKITEXT_WINDOWS.values())
+    first = more * sum(n for p, n in WIKITEXT_WINDOWS.items() if PURPOSES.index(p) < PURPOSES.index(purpose))
+    for slot in range(first, first + more * WIKITEXT_WINDOWS[purpose]):
         # Cut the text before encoding it, at a line: a slice of the whole corpus holds far more tokens than a window.
         start = text.index("\n", slot * (len(text) // total))
         ids = encode(text[start : start + len(text) // total])
@@ -108,8 +109,8 @@ def session_turns(path: Path) -> list[Turn]:
     return [Turn(longest[start:end], answers[end]) for start, end in zip([0, *ends], ends, strict=False) if end > start]
 
 
-def agent(encode: Encode, purpose: str, data: Path, length: int) -> Iterator[Window]:
-    """One window a session, from its second turn on: the first holds instructions that all sessions share."""
+def agent(encode: Encode, purpose: str, data: Path, length: int, more: int) -> Iterator[Window]:
+    """Windows of a session from its second turn on: the first holds instructions that all sessions share."""
     taken = 0
     skip = sum(n for p, n in AGENT_WINDOWS.items() if PURPOSES.index(p) < PURPOSES.index(purpose))
     traces = data / "agent-traces"
@@ -122,5 +123,7 @@ def agent(encode: Encode, purpose: str, data: Path, length: int) -> Iterator[Win
         if len(ids) < length:
             continue
         if skip <= taken < skip + AGENT_WINDOWS[purpose]:
-            yield Window("agent", tuple(ids[:length]), tuple(s for s in starts if s < length))
+            for begin in range(0, min(len(ids) // length, more) * length, length):
+                inside = (s - begin for s in starts if begin < s < begin + length)
+                yield Window("agent", tuple(ids[begin : begin + length]), (0, *inside))
         taken += 1

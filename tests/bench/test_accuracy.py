@@ -133,7 +133,8 @@ def test_turn_rows_count_agent_sessions_only() -> None:
     turns, tokens = Row("int4-plain", "turns", 4), Row("int4-plain", "0", 4)
     plain_text = texts.Window("wikitext", window().ids)
     results = measure(harness, [turns, tokens], [plain_text, window()])
-    assert [kind for kind, _ in results[turns].by_window] == ["agent"]
+    assert [kind for kind, _, _ in results[turns].by_window] == ["agent"]
+    assert results[turns].figures()["perplexity_error"] is None and results[tokens].figures()["perplexity_error"] >= 0
     assert results[tokens].positions == 2 * results[turns].positions == 2 * (400 - accuracy.SCORE_FROM - 1)
 
 

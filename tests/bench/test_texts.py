@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from bench import texts
+
+TURN = re.compile(r"<turn \d>")
 
 
 def encode(text: str) -> list[int]:
@@ -43,10 +46,21 @@ def test_agent_window_starts_after_the_shared_instructions_and_knows_its_turns(t
         assert text[start:].startswith(f"<turn {turn}>"[: 300 - start])
 
 
+def test_more_windows_continue_the_sessions(tmp_path: Path) -> None:
+    prompts = list(itertools.accumulate(f"<turn {i}>" + "x" * 90 for i in range(12)))
+    for name in "abcdefg":
+        write_session(tmp_path / "agent-traces" / "miniswe" / f"{name}.jsonl", [(p, "") for p in prompts])
+    first, second = texts.windows(encode, "evaluation", tmp_path, length=300, more=2)[:2]
+    assert texts.windows(encode, "evaluation", tmp_path, length=300)[0] == first
+    assert second.turn_starts[0] == 0  # it begins within a turn, which is then the window's first
+    text = decode(second.ids)
+    assert [text[s : s + 8] for s in second.turn_starts[1:]] == [m for m in TURN.findall(text) if text.index(m)]
+
+
 def test_purposes_share_no_text(shared_data: Path) -> None:
     seen: dict[str, set[tuple[int, ...]]] = {}
     for purpose in texts.PURPOSES:
-        windows = texts.windows(encode, purpose, shared_data, length=2048)
+        windows = texts.windows(encode, purpose, shared_data, length=2048, more=3)
         assert {w.kind for w in windows} == {"wikitext", "agent"}
         assert all(len(w.ids) == 2048 for w in windows)
         # Runs of 200 characters: shorter ones do recur, a command's usual output for one.
