@@ -152,12 +152,20 @@ def workload_class(tiles: int, multiprocessors: int) -> str:
 
 
 def nearest(entries: dict[ShapeClass, DecodeConfig], shape: ShapeClass) -> DecodeConfig | None:
-    """The entry of the same scheme and offset that agrees on most: workload before rows, head_dim and page_size."""
+    """The entry of the same scheme and offset that agrees on most: on what decides registers before the workload."""
     same = [e for e in entries if (e.scheme, e.pairs) == (shape.scheme, shape.pairs)]
     if not same:
         return None
-    # a NamedTuple's order is the order in which its fields count
-    return entries[max(same, key=lambda e: [a == b for a, b in zip(e, shape)])]
+
+    def agreement(e: ShapeClass) -> tuple[bool, ...]:
+        return (
+            e.rows == shape.rows,
+            e.head_dim == shape.head_dim,
+            e.workload == shape.workload,
+            e.page_size == shape.page_size,
+        )
+
+    return entries[max(same, key=agreement)]
 
 
 def shared_bytes(config: DecodeConfig, layout: PageLayout, pairs: int) -> int:

@@ -77,6 +77,17 @@ def test_pick_takes_the_entry_of_the_shape_class(monkeypatch: pytest.MonkeyPatch
     assert offset.maxnreg is None  # its loop needs more registers than the plain one is held to
 
 
+def test_a_class_without_an_entry_gets_the_one_that_needs_as_many_registers() -> None:
+    def nearest(workload: str, rows: int, head_dim: int, page_size: int) -> DecodeConfig | None:
+        return tuned.nearest(H200.entries, ShapeClass("int4", False, workload, rows, head_dim, page_size))
+
+    entries = H200.entries
+    assert nearest("small", 8, 256, 64) == entries[ShapeClass("int4", False, "large", 8, 256, 64)]
+    assert nearest("small", 16, 128, 64) == entries[ShapeClass("int4", False, "large", 16, 128, 64)]
+    assert nearest("small", 8, 64, 16) == entries[ShapeClass("int4", False, "small", 8, 128, 64)]
+    assert tuned.nearest(entries, ShapeClass("mine", False, "large", 8, 128, 64)) is None
+
+
 def test_the_workload_is_small_up_to_a_bound_of_tiles_a_multiprocessor() -> None:
     assert tuned.workload_class(tuned.SMALL * 132, 132) == "small"
     assert tuned.workload_class(tuned.SMALL * 132 + 1, 132) == "large"
