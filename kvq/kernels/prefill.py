@@ -46,14 +46,14 @@ class PrefillConfig:
     num_stages: int
 
     @staticmethod
-    def default(head_dim: int, capability: int) -> PrefillConfig:
+    def default(head_dim: int, capability: int, pairs: int = 0) -> PrefillConfig:
         """For a major compute ``capability``. Hopper multiplies unpacked K from shared memory; others hold it in
         registers, so their tiles are smaller."""
         if capability == 9:
-            return PrefillConfig(128 if head_dim <= 128 else 64, 64, 32, num_warps=8, num_stages=2)
-        if head_dim <= 128:
-            return PrefillConfig(64, 32, 32, num_warps=4, num_stages=2)
-        return PrefillConfig(64, 16, 16, num_warps=8, num_stages=2)
+            small, large = PrefillConfig(64 if pairs else 128, 64, 32, 8, 2), PrefillConfig(64, 32, 16, 8, 2)
+        else:
+            small, large = PrefillConfig(32 if pairs else 64, 32, 32, 4, 2), PrefillConfig(32, 16, 16, 8, 2)
+        return small if head_dim <= 128 else large
 
 
 @triton.jit
@@ -490,7 +490,7 @@ def prefill(
     num_seqs, pairs = context_lens.shape[0], 0 if transform is None else transform.pairs
     if config is None:
         capability = torch.cuda.get_device_capability(query.device)[0] if query.is_cuda else 0
-        config = PrefillConfig.default(head_dim, capability)
+        config = PrefillConfig.default(head_dim, capability, pairs)
     group = heads // layout.kv_heads
     tiles = tokens * group // config.rows + num_seqs
     if not tokens or not tiles:
