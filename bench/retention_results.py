@@ -152,10 +152,12 @@ def render(rows: Sequence[dict[str, Any]], best: dict[str, dict[str, float]], se
         "## What is compared",
         SETUP.format(
             settings="; ".join(f"`{p}` {', '.join(f'{k}={v:g}' for k, v in s.items())}" for p, s in best.items()),
-            sweep="; ".join(f"`{p}` {', '.join(describe(s) for s in sets)}" for p, sets in SWEEPS.items()),
+            sweep="; ".join(f"`{p}` {' / '.join(describe(s) for s in sets)}" for p, sets in SWEEPS.items()),
             seeds=seeds,
             other_seeds=other_seeds,
         ),
+        "## Reading the tables",
+        READING,
         f"## Load sweep ({seeds} seeds)",
         *(f"### {cell.name}\n\n{table(grouped, cell)}" for cell in MAIN),
         f"## Other cells ({other_seeds} seeds)",
@@ -199,6 +201,19 @@ SETUP = """\
 * **Columns**: JCT is from a program's arrival to its last token. Post-tool TTFT is of turns after the first. Plain
   queue: until first scheduled. Hit rate: cached share of the agents' prompt tokens. Pin-seconds: leased blocks times
   seconds. Mean ± half width of the 95 % interval over {seeds} (load sweep) or {other_seeds} seeds."""
+
+
+READING = """\
+* Under overload the order of eviction alone changes little: compare `fixed`, `ema`, `trtllm` and `value, no admission`
+  with `lru`. Every return evicts somebody else. What changes it is how many programs are under way at once.
+* `value` pays for that with the first token of *new* programs (first-turn TTFT), which wait until they fit. Their wait
+  is in the job completion times. A caller who needs first tokens of new programs sets `overcommit=0`.
+* `continuum` serves its programs in order of age and before everybody else: good job completion, and long queues for
+  plain requests. Those that are still queued when the last agent ends count with what they have waited.
+* `value` holds returns that lost their lease too. Where leases run out before the tool does, or contexts of very
+  different size share the pool (claude-code), they are its p95 post-tool TTFT.
+* The two settings of `value` that matter here (`overcommit`, `horizon`) were chosen while looking at seeds 0 and 1 of
+  the synthetic cells. Closed loops and one mix of tools are one kind of traffic; other traffic has other numbers."""
 
 
 def describe(settings: dict[str, float]) -> str:
