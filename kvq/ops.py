@@ -96,7 +96,8 @@ def write_pages(
 
     A slot is page * page_size + row; negative slots are skipped. ``positions`` [tokens] are needed when the transform
     has an offset. Tokens of a hot page are also stored, unchanged, in the hot pool. Raises ValueError or TypeError for
-    arguments that do not fit; with ``check="sync"`` also for slots or positions out of range and NaN or inf.
+    arguments that do not fit; with ``check="sync"`` also for slots or positions out of range and NaN or inf. With
+    ``check="flag"`` a token that holds NaN or inf is skipped: by the kernel in the heads that hold it, on CPU in all.
     """
     check_pages(pages, layout)
     _check_tokens("key", key, layout, pages)
@@ -136,8 +137,8 @@ def write_pages(
         write(
             pages,
             layout,
-            key if key.stride(2) == 1 else key.contiguous(),
-            value if value.stride(2) == 1 else value.contiguous(),
+            _dense(key),
+            _dense(value),
             slot_mapping.contiguous(),
             status,
             None if positions is None else positions.contiguous(),
@@ -308,6 +309,9 @@ def decode_pages(
         raise ValueError(f"check is {check!r}; allowed: 'sync', 'flag'")
     result = torch.empty_like(query) if out is None else (out.unsqueeze(1) if squeeze else out)
     if pages.is_cuda:
+        query, block_tables, seq_lens = _dense(query), _dense(block_tables), _dense(seq_lens)
+        sinks = None if sinks is None else _dense(sinks)
+        position_offset = None if position_offset is None else _dense(position_offset)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         if plan is None:
             plan = DecodePlan(
@@ -324,8 +328,6 @@ def decode_pages(
             plan.update(block_tables, seq_lens, hot)
         else:
             plan.check(layout, heads, num_seqs, q_len, sliding_window, hot is not None)
-        if query.stride(3) != 1:
-            query = query.contiguous()
         from kvq.kernels.decode import decode
 
         decode(
@@ -342,6 +344,11 @@ def decode_pages(
     if squeeze:
         result, lse = result.squeeze(1), lse.squeeze(1)
     return (result, lse) if return_lse else result
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with a contiguous last dim, as the kernels address it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _check_lengths(

@@ -158,7 +158,7 @@ def gather(
     hot: HotPool | None = None,
     position_offset: int = 0,
 ) -> None:
-    """Dequantize tokens start..stop of the sequence of ``block_table`` into out_* [stop - start, kv_heads, head_dim]."""
+    """Dequantize tokens start..stop of the sequence of ``block_table`` into out_* [tokens, kv_heads, head_dim]."""
     if stop <= start:
         return
     ks, vs, head_dim = layout.scheme.key, layout.scheme.value, layout.head_dim
