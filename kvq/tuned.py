@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime import driver
 
+from kvq.kernels.device import next_pow2
 from kvq.page import PAGE_SIZES, PageLayout
 from kvq.scheme import HEAD_DIMS
 
@@ -173,7 +174,9 @@ def shared_bytes(config: DecodeConfig, layout: PageLayout, pairs: int) -> int:
 
     Triton also keeps the offset's tables there, and the tiles of the loop over hot pages instead of the quantized ones.
     """
-    tile = layout.head_bytes
+    key, value = layout.scheme.key, layout.scheme.value
+    words = sum(max(16, next_pow2(layout.head_dim // x.planes)) for x in (key, value))  # rows are padded
+    tile = layout.page_size * (2 * words + key.scale_bytes() + value.scale_bytes())
     tables = 4 * 2 * layout.page_size * pairs
     hot = 2 * 2 * 2 * 16 * layout.head_dim
     scratch = 32 * layout.head_dim  # of rotations and conversions between register layouts

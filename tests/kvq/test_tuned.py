@@ -122,6 +122,20 @@ def test_what_is_picked_fits_the_shared_memory(scheme: str, page: int, dim: int,
     )  # no stage less than needed
 
 
+@pytest.mark.parametrize(
+    ("scheme", "head_dim", "stages", "pairs", "shared"),
+    [  # as compiled for sm_90 by triton 3.9
+        ("int4", 128, 5, 0, 17416), ("int4", 128, 5, 16, 21768), ("int4", 192, 5, 0, 33800), ("int4", 256, 5, 0, 33800),
+        ("int4", 128, 3, 0, 8708), ("int8", 128, 5, 0, 35336), ("k8v4", 128, 5, 0, 27400),
+    ],
+)  # fmt: skip
+def test_the_bound_of_shared_memory_holds_for_what_was_compiled(
+    scheme: str, head_dim: int, stages: int, pairs: int, shared: int
+) -> None:
+    bound = tuned.shared_bytes(DecodeConfig(num_stages=stages), PageLayout(PRESETS[scheme], 64, 8, head_dim), pairs)
+    assert shared <= bound < 2.5 * shared
+
+
 def test_candidates_that_cannot_launch_are_left_out() -> None:
     layout = PageLayout(INT8, 128, 8, 256)
     stages = {c.num_stages for c in tune.candidates(layout, 0, 99 << 10)}
