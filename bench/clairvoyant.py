@@ -1,27 +1,29 @@
-"""The bound: a retention policy that knows when each program comes back (Belady's rule on whole programs)."""
+"""The bound: `value` with the future instead of what it learned."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from retention.pins import Lease, Rank
-from retention.programs import Program, ProgramKey
-from retention.rules import Rule
+from retention.programs import ProgramKey
+from retention.rules import Value
 
 SLACK_S = 1.0  # a lease outlives the return, which may be seen a step late
 
 
-class Clairvoyant(Rule):
-    """Keeps every program that will come back, gives up the one that comes back last.
+class Clairvoyant(Value):
+    """Keeps every program that will come back and gives up the one that comes back last (Belady's rule on programs).
+    Queue and admission are those of `Value`.
 
-    return_time: when a paused program comes back (the policy's clock), None if never. Like Belady's rule it is optimal
-    for the hits of equal blocks, not for seconds: a real bound on hits, an estimate of one on times.
+    return_time: when a paused program comes back (the policy's clock), None if never. Belady's rule is optimal for the
+    hits of equal blocks, not for seconds, and admission is a rule of thumb: a bound on what better predictions could
+    bring, not on what is possible.
     """
 
     name = "clairvoyant"
 
-    def __init__(self, return_time: Callable[[ProgramKey], float | None]) -> None:
-        super().__init__()
+    def __init__(self, return_time: Callable[[ProgramKey], float | None], **settings: float) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
         self._return_time = return_time
 
     def ttl(self, lease: Lease, now: float) -> float:
@@ -30,6 +32,3 @@ class Clairvoyant(Rule):
 
     def rank(self, lease: Lease, now: float) -> Rank:
         return (-lease.deadline,)
-
-    def order(self, program: Program | None, retained: bool, now: float) -> tuple[int, float]:
-        return (0, now)
