@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--calibration", type=Path, help="file of kvq calibrate: adds a row")
     parser.add_argument("--max-tokens", type=int, default=4096, help="cut a trace after so many (default %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=16, help="tokens to generate for tokens/s (%(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=6, help="tokens to generate for tokens/s (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(argv)
     if args.new_tokens < 2:
