@@ -47,7 +47,7 @@ def check_pages(pages: torch.Tensor, layout: PageLayout) -> None:
         raise ValueError(f"pages has page stride {pages.stride(0)} or a base that is not a multiple of 16 bytes")
 
 
-def _check_tokens(name: str, x: torch.Tensor, layout: PageLayout, pages: torch.Tensor) -> None:
+def check_tokens(name: str, x: torch.Tensor, layout: PageLayout, pages: torch.Tensor) -> None:
     if x.dim() != 3 or x.shape[1:] != (layout.kv_heads, layout.head_dim):
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected [tokens, {layout.kv_heads}, {layout.head_dim}]")
     if x.dtype not in FLOATS:
@@ -56,7 +56,7 @@ def _check_tokens(name: str, x: torch.Tensor, layout: PageLayout, pages: torch.T
         raise ValueError(f"{name} is on {x.device}; the pages are on {pages.device}")
 
 
-def _check_ids(name: str, x: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+def check_ids(name: str, x: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {list(shape)}")
     if x.dtype not in (torch.int32, torch.int64):
@@ -100,12 +100,12 @@ def write_pages(
     ``check="flag"`` a token that holds NaN or inf is skipped: by the kernel in the heads that hold it, on CPU in all.
     """
     check_pages(pages, layout)
-    _check_tokens("key", key, layout, pages)
-    _check_tokens("value", value, layout, pages)
+    check_tokens("key", key, layout, pages)
+    check_tokens("value", value, layout, pages)
     if value.dtype != key.dtype:
         raise TypeError(f"value is {value.dtype}; key is {key.dtype}")
     tokens = slot_mapping.numel()
-    _check_ids("slot_mapping", slot_mapping, (tokens,), pages.device)
+    check_ids("slot_mapping", slot_mapping, (tokens,), pages.device)
     if key.shape[0] < tokens or value.shape[0] < tokens:
         raise ValueError(f"slot_mapping has {tokens} slots; key has {key.shape[0]} and value {value.shape[0]} tokens")
     key, value = key[:tokens], value[:tokens]
@@ -114,7 +114,7 @@ def write_pages(
     if transform is not None and transform.pairs and positions is None:
         raise ValueError("positions is None; a transform with an offset needs the position of each token")
     if positions is not None:
-        _check_ids("positions", positions, (tokens,), pages.device)
+        check_ids("positions", positions, (tokens,), pages.device)
     if check == "sync":
         limit = pages.shape[0] * layout.page_size
         if tokens and int(slot_mapping.max()) >= limit:
@@ -204,11 +204,11 @@ def gather_pages(
         raise TypeError(f"dtype is {dtype}; it must be a floating type")
     if not 0 <= start <= seq_len:
         raise ValueError(f"start is {start}; it must be in 0..{seq_len} (seq_len)")
-    _check_ids("block_table", block_table, (block_table.numel(),), pages.device)
+    check_ids("block_table", block_table, (block_table.numel(),), pages.device)
     if needed > block_table.shape[0]:
         raise ValueError(f"seq_len is {seq_len}; block_table has {block_table.shape[0]} pages of {layout.page_size}")
     if check == "sync":
-        _check_table("block_table", block_table[:needed], pages.shape[0])
+        check_table("block_table", block_table[:needed], pages.shape[0])
     if transform is not None and transform.pairs and start < seq_len:
         lo, hi = start + position_offset, seq_len - 1 + position_offset
         if lo < 0 or hi > transform.max_position:
@@ -226,7 +226,7 @@ def gather_pages(
     return key, value
 
 
-def _check_table(name: str, pages_used: torch.Tensor, num_pages: int) -> None:
+def check_table(name: str, pages_used: torch.Tensor, num_pages: int) -> None:
     if pages_used.numel():
         lo, hi = int(pages_used.min()), int(pages_used.max())
         if lo < 0 or hi >= num_pages:
@@ -286,8 +286,8 @@ def decode_pages(
         raise ValueError(f"query is on {query.device}; the pages are on {pages.device}")
     if block_tables.dim() != 2:
         raise ValueError(f"block_tables has shape {tuple(block_tables.shape)}; expected [num_seqs, max_pages]")
-    _check_ids("block_tables", block_tables, (num_seqs, block_tables.shape[1]), pages.device)
-    _check_ids("seq_lens", seq_lens, (num_seqs,), pages.device)
+    check_ids("block_tables", block_tables, (num_seqs, block_tables.shape[1]), pages.device)
+    check_ids("seq_lens", seq_lens, (num_seqs,), pages.device)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}; it must be positive, or None")
     if softcap is not None and not softcap > 0:
@@ -295,7 +295,7 @@ def decode_pages(
     if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in FLOATS):
         raise ValueError(f"sinks is {sinks.dtype} {tuple(sinks.shape)}; expected float [{heads}]")
     if position_offset is not None:
-        _check_ids("position_offset", position_offset, (num_seqs,), pages.device)
+        check_ids("position_offset", position_offset, (num_seqs,), pages.device)
     if out is not None and (out.shape != (query.squeeze(1) if squeeze else query).shape or out.stride(-1) != 1):
         raise ValueError(f"out has shape {tuple(out.shape)}; expected that of query, contiguous in its last dim")
     if out is not None and out.dtype not in (query.dtype, torch.float32):
@@ -304,7 +304,8 @@ def decode_pages(
     if not math.isfinite(scale):
         raise ValueError(f"scale is {scale}; it must be finite")
     if check == "sync":
-        _check_lengths(pages, layout, block_tables, seq_lens, transform, position_offset, plan)
+        max_len = None if plan is None else plan.max_seq_len
+        check_lengths("seq_lens", seq_lens, pages, layout, block_tables, transform, position_offset, max_len)
     elif check != "flag":
         raise ValueError(f"check is {check!r}; allowed: 'sync', 'flag'")
     result = torch.empty_like(query) if out is None else (out.unsqueeze(1) if squeeze else out)
@@ -351,28 +352,33 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _check_lengths(
+def check_lengths(
+    name: str,
+    lengths: torch.Tensor,
     pages: torch.Tensor,
     layout: PageLayout,
     block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
     transform: DeviceTransform | None,
     position_offset: torch.Tensor | None,
-    plan: DecodePlan | None,
+    max_len: int | None = None,
 ) -> None:
-    if not seq_lens.numel():
+    """Raise ValueError unless the tokens that ``lengths`` counts lie in ``block_tables``, ``pages`` and position tables.
+
+    ``name`` is what messages call ``lengths``. Reads device values.
+    """
+    if not lengths.numel():
         return
-    lo, hi = int(seq_lens.min()), int(seq_lens.max())
+    lo, hi = int(lengths.min()), int(lengths.max())
     limit = block_tables.shape[1] * layout.page_size
-    if plan is not None:
-        limit = min(limit, plan.max_seq_len)
+    if max_len is not None:
+        limit = min(limit, max_len)
     if lo < 0 or hi > limit:
-        raise ValueError(f"seq_lens holds {lo if lo < 0 else hi}; allowed: 0..{limit}")
+        raise ValueError(f"{name} holds {lo if lo < 0 else hi}; allowed: 0..{limit}")
     index = torch.arange(block_tables.shape[1], device=pages.device)
-    used = block_tables[index * layout.page_size < seq_lens[:, None]]
-    _check_table("block_tables", used, pages.shape[0])
+    used = block_tables[index * layout.page_size < lengths[:, None]]
+    check_table("block_tables", used, pages.shape[0])
     if transform is not None and transform.pairs:
-        reach = seq_lens - 1
+        reach = lengths - 1
         if position_offset is not None:
             reach = torch.maximum(reach + position_offset, position_offset.abs())
         if int(reach.max()) > transform.max_position:

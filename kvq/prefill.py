@@ -15,7 +15,7 @@ import torch
 from kvq import reference
 from kvq.cache import PagedKVCache
 from kvq.kernels.device import DeviceTransform
-from kvq.ops import FLOATS, Check, _check_ids, _check_table, _check_tokens, check_pages
+from kvq.ops import FLOATS, Check, check_ids, check_lengths, check_pages, check_tokens
 from kvq.page import PageLayout
 from kvq.reference import HotPool
 
@@ -282,7 +282,7 @@ def prefill_pages(
     if query.device != pages.device:
         raise ValueError(f"query is on {query.device}; the pages are on {pages.device}")
     for name, x in (("key", key), ("value", value)):
-        _check_tokens(name, x, layout, pages)
+        check_tokens(name, x, layout, pages)
         if x.shape[0] != tokens:
             raise ValueError(f"{name} has {x.shape[0]} tokens; query has {tokens}")
         if x.dtype != query.dtype:
@@ -292,9 +292,9 @@ def prefill_pages(
     if block_tables.dim() != 2:
         raise ValueError(f"block_tables has shape {tuple(block_tables.shape)}; expected [num_seqs, max_pages]")
     num_seqs = block_tables.shape[0]
-    _check_ids("block_tables", block_tables, (num_seqs, block_tables.shape[1]), pages.device)
-    _check_ids("context_lens", context_lens, (num_seqs,), pages.device)
-    _check_ids("cu_seqlens", cu_seqlens, (num_seqs + 1,), pages.device)
+    check_ids("block_tables", block_tables, (num_seqs, block_tables.shape[1]), pages.device)
+    check_ids("context_lens", context_lens, (num_seqs,), pages.device)
+    check_ids("cu_seqlens", cu_seqlens, (num_seqs + 1,), pages.device)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}; it must be positive, or None")
     if softcap is not None and not softcap > 0:
@@ -302,7 +302,7 @@ def prefill_pages(
     if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in FLOATS):
         raise ValueError(f"sinks is {sinks.dtype} {tuple(sinks.shape)}; expected float [{heads}]")
     if position_offset is not None:
-        _check_ids("position_offset", position_offset, (num_seqs,), pages.device)
+        check_ids("position_offset", position_offset, (num_seqs,), pages.device)
     if workspace_tokens < 1:
         raise ValueError(f"workspace_tokens is {workspace_tokens}; it must be positive")
     if out is not None and (out.shape != query.shape or out.stride(-1) != 1):
@@ -365,23 +365,7 @@ def _check_batch(
     starts = cu_seqlens.tolist()
     if starts[0] != 0 or starts[-1] != tokens or sorted(starts) != starts:
         raise ValueError(f"cu_seqlens is {starts}; it must rise from 0 to {tokens}, the tokens of query")
-    if not context_lens.numel():
-        return
-    lo, hi = int(context_lens.min()), int(context_lens.max())
-    limit = block_tables.shape[1] * layout.page_size
-    if lo < 0 or hi > limit:
-        raise ValueError(f"context_lens holds {lo if lo < 0 else hi}; allowed: 0..{limit}")
-    index = torch.arange(block_tables.shape[1], device=pages.device)
-    used = block_tables[index * layout.page_size < context_lens[:, None]]
-    _check_table("block_tables", used, pages.shape[0])
-    if transform is not None and transform.pairs:
-        reach = context_lens - 1
-        if position_offset is not None:
-            reach = torch.maximum(reach + position_offset, position_offset.abs())
-        if int(reach.max()) > transform.max_position:
-            raise ValueError(
-                f"positions reach {int(reach.max())}; the transform's tables end at {transform.max_position}"
-            )
+    check_lengths("context_lens", context_lens, pages, layout, block_tables, transform, position_offset)
 
 
 def paged_attention_prefill(
