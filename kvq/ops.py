@@ -362,7 +362,7 @@ def check_lengths(
     position_offset: torch.Tensor | None,
     max_len: int | None = None,
 ) -> None:
-    """Raise ValueError unless the tokens that ``lengths`` counts lie in ``block_tables``, ``pages`` and position tables.
+    """Raise ValueError unless the tokens that ``lengths`` counts lie within block_tables, pages and position tables.
 
     ``name`` is what messages call ``lengths``. Reads device values.
     """
