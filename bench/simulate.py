@@ -1,7 +1,7 @@
 """vLLM's own Scheduler, KVCacheManager and BlockPool with a simulated model: agents, tool pauses, plain requests.
 
 The model is a step-time formula (`bench.steptime`); tools pause a program between its turns. A retention policy acts on
-the real block pool (`bench.retained_pool`). Decode is fast-forwarded: while every running request decodes and nothing
+the real block pool (`integration.pool`). Decode is fast-forwarded: while every running request decodes and nothing
 happens before, k steps are scheduled as one, which allocates the same blocks and ends at the same time.
 """
 
@@ -159,7 +159,7 @@ class Simulator:
         from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.request import Request
 
-        from bench.retained_pool import RetainedPool
+        from integration.pool import RetainedPool
 
         self._request, self._output = Request, ModelRunnerOutput
         self._sampling = lru_cache(maxsize=None)(lambda tokens: SamplingParams(max_tokens=tokens, ignore_eos=True))
