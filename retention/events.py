@@ -32,6 +32,7 @@ EVENTS = {
     "supersede": ("lease", "program", "tenant", "blocks", "held_s", "first_divergent_token"),
     "guardrail_off": ("retained_saved_s", "lru_saved_s", "queued_s", "retry_s"),
     "guardrail_on": ("lru_bias",),
+    "fault": ("place", "error"),
 }
 
 
