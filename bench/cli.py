@@ -7,7 +7,12 @@ import sys
 
 # name: (module with main(argv), what it does). A module is imported only when its command is asked for.
 COMMANDS = {
-    "demo": ("bench.demo", "play a tool-using conversation with each storage format and compare them"),
+    "demo": ("bench.demo", "agents on a real engine with retention, and a conversation with each storage format"),
+    "agents": (
+        "bench.agents_demo",
+        "agents that pause on tools, on vLLM with little memory, without and with retention",
+    ),
+    "top": ("bench.top", "live table of the programs of an engine and what is retained of them"),
     "size": ("bench.size", "how many tokens of a model's KV cache a memory budget holds"),
     "calibrate": ("bench.calibrate_cli", "measure a model's keys, so that INT4 stores them better"),
     "tune": ("kvq.tune", "measure launch configurations of the kernels on the GPU at hand"),

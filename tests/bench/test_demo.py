@@ -68,7 +68,7 @@ def test_the_shipped_conversation_calls_tools_that_its_system_prompt_offers():
             assert list(call["arguments"]) == offered
             calls += 1
     assert calls >= 8
-    conversation = demo.read_conversation(Characters())
+    conversation = demo.read_conversation(Characters(), 1_000_000)
     assert len(conversation.turns) == sum(m["role"] == "assistant" for m in messages)
     assert text_of(conversation.closing) == f"user: {data['closing']}\n"
 
