@@ -1,4 +1,4 @@
-"""The one method that this package adds to vLLM's EngineCore: `kvq_rpc(op, payload)`, values that msgpack has both ways.
+"""The one method that this package adds to vLLM's EngineCore: `kvq_rpc(op, payload)`, with values that msgpack has.
 
 Clients of every kind reach it: directly in process, else by name through vLLM's utility calls.
 """
