@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
-from kvq.kernels.planes import butterfly2, butterfly4, plane_dim
+from kvq.kernels.planes import butterfly2, butterfly4, plane_dim, unpack_bytes, unpack_nibbles
 from kvq.page import PageLayout
 from kvq.reference import HotPool, hadamard_block, word_hadamard
+
+ROWS = 64  # tokens a program
 
 
 @triton.jit
@@ -46,7 +48,7 @@ def gather_tensor(
     out, p_codes, p_scales, p_hot, slot, p_hadamard, p_mu, p_scale, dim_pair, far, near, pos, row, m_t,
     BITS: tl.constexpr, SYM: tl.constexpr, ROTATE: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr,
+    KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """K or V of T tokens of one page and head to the rows ``out`` [T]; ``slot`` >= 0 where the page is hot."""
     PLANES: tl.constexpr = 16 // BITS
@@ -57,37 +59,42 @@ def gather_tensor(
         tl.store(out[:, None] + o_d[None, :], x.to(out.dtype.element_ty), mask=mask)
     else:
         o_w = tl.arange(0, W)
-        m_w = o_w < D // PLANES
-        p_word = p_codes.to(tl.pointer_type(tl.int16)) + row[:, None] * (D // PLANES) + o_w[None, :]
-        word = tl.load(p_word, mask=m_t[:, None] & m_w[None, :], other=0).to(tl.int32)
-        MASK: tl.constexpr = (1 << BITS) - 1
+        WORDS: tl.constexpr = D // PLANES
+        p_word = p_codes.to(tl.pointer_type(tl.int16)) + row[:, None] * WORDS + o_w[None, :]
+        if W == WORDS:
+            word = tl.load(p_word)
+        else:
+            word = tl.load(p_word, mask=(o_w < WORDS)[None, :], other=0)
         if SYM:
             BIAS: tl.constexpr = 1 << (BITS - 1)
-            scale = tl.load(p_scales.to(tl.pointer_type(tl.float16)) + row, mask=m_t, other=0.0).to(tl.float32)
+            scale = tl.load(p_scales.to(tl.pointer_type(tl.float16)) + row).to(tl.float32)
             zero = tl.zeros_like(scale)
         else:
             BIAS: tl.constexpr = 0
             p_both = p_scales.to(tl.pointer_type(tl.float16)) + 2 * row
-            scale = tl.load(p_both, mask=m_t, other=0.0).to(tl.float32)
-            zero = tl.load(p_both + 1, mask=m_t, other=0.0).to(tl.float32)
+            scale, zero = tl.load(p_both).to(tl.float32), tl.load(p_both + 1).to(tl.float32)
         scale, zero = scale[:, None], zero[:, None]
-        x0 = scale * ((word & MASK) - BIAS).to(tl.float32) + zero
-        x1 = scale * (((word >> BITS) & MASK) - BIAS).to(tl.float32) + zero
         if PLANES == 4:
-            x2 = scale * (((word >> (2 * BITS)) & MASK) - BIAS).to(tl.float32) + zero
-            x3 = scale * (((word >> (3 * BITS)) & MASK) - BIAS).to(tl.float32) + zero
-        if ROTATE:
-            x0, x1 = tl.where(m_w[None, :], x0, 0.0), tl.where(m_w[None, :], x1, 0.0)
-            h = tl.load(p_hadamard + o_w[:, None] * W + o_w[None, :]).to(tl.float32) * NORM
-            x0 = tl.dot(x0, h, input_precision="tf32x3")
-            x1 = tl.dot(x1, h, input_precision="tf32x3")
+            x0, x1, x2, x3 = unpack_nibbles(word, ASM)
+            x0, x1 = x0 - (1024.0 + BIAS), x1 - (64.0 + BIAS)
+            x2, x3 = x2 - (1024.0 + BIAS), x3 - (64.0 + BIAS)
+        else:
+            x0, x1 = unpack_bytes(word, ASM)
+            x0, x1 = x0 - (1024.0 + BIAS), x1 - (1024.0 + BIAS)
+        if ROTATE:  # codes and their sums are integers that fp16 holds, so that one product of them is exact
+            h = tl.load(p_hadamard + o_w[:, None] * W + o_w[None, :])
             if PLANES == 4:
-                x2, x3 = tl.where(m_w[None, :], x2, 0.0), tl.where(m_w[None, :], x3, 0.0)
-                x2 = tl.dot(x2, h, input_precision="tf32x3")
-                x3 = tl.dot(x3, h, input_precision="tf32x3")
                 x0, x1, x2, x3 = butterfly4(x0, x1, x2, x3)
+                x2, x3 = scale * NORM * tl.dot(x2, h), scale * NORM * tl.dot(x3, h)
             else:
                 x0, x1 = butterfly2(x0, x1)
+            x0, x1 = scale * NORM * tl.dot(x0, h), scale * NORM * tl.dot(x1, h)
+            if not SYM:  # a row of ones, rotated, is the root of its size at the first dim of each block
+                x0 += tl.where((o_w % (BLOCK // PLANES) == 0)[None, :], zero * (NORM * BLOCK), 0.0)
+        else:
+            x0, x1 = scale * x0.to(tl.float32) + zero, scale * x1.to(tl.float32) + zero
+            if PLANES == 4:
+                x2, x3 = scale * x2.to(tl.float32) + zero, scale * x3.to(tl.float32) + zero
         store_plane(
             out, x0, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t,
             0, PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE,
@@ -117,7 +124,7 @@ def gather_kernel(
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
     K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr,
+    HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, blocks of T tokens, T dividing the page size): tokens start..stop of the sequence."""
     i_head = tl.program_id(0)
@@ -137,12 +144,12 @@ def gather_kernel(
     gather_tensor(
         out_k + o_out, p_page, p_page + k_scales, p_hot, slot, k_hadamard, dim_mu + i_head * D, dim_scale + i_head * D,
         dim_pair, far, near, pos, row, m_t,
-        K_BITS, K_SYM, K_ROTATE, D, DP, N, WK, BLOCK, NORM, KV_HEADS, HAS_MU, HAS_SCALE,
+        K_BITS, K_SYM, K_ROTATE, D, DP, N, WK, BLOCK, NORM, KV_HEADS, HAS_MU, HAS_SCALE, ASM,
     )  # fmt: skip
     gather_tensor(
         out_v + o_out, p_page + v_codes, p_page + v_scales, p_hot + KV_HEADS * N * D, slot, v_hadamard, dim_mu,
         dim_scale, dim_pair, far, near, pos, row, m_t,
-        V_BITS, V_SYM, V_ROTATE, D, DP, N, WV, BLOCK, NORM, KV_HEADS, False, False,
+        V_BITS, V_SYM, V_ROTATE, D, DP, N, WV, BLOCK, NORM, KV_HEADS, False, False, ASM,
     )  # fmt: skip
 
 
@@ -162,7 +169,7 @@ def gather(
     if stop <= start:
         return
     ks, vs, head_dim = layout.scheme.key, layout.scheme.value, layout.head_dim
-    block, rows = hadamard_block(head_dim), 16
+    block, rows = hadamard_block(head_dim), min(ROWS, layout.page_size)
     tables = (block_table,) * 5
     if transform is not None:
         tables = (transform.dim_scale, transform.dim_pair, transform.dim_mu, transform.near, transform.far)
@@ -177,6 +184,5 @@ def gather(
         K_ROTATE=ks.rotate, V_ROTATE=vs.rotate,
         WK=max(16, next_pow2(head_dim // ks.planes)), WV=max(16, next_pow2(head_dim // vs.planes)),
         BLOCK=block, NORM=block**-0.5, HAS_MU=transform is not None and transform.pairs > 0,
-        HAS_SCALE=transform is not None and transform.has_scale, HAS_HOT=hot is not None,
-        num_warps=2 if USE_ASM else 1,
+        HAS_SCALE=transform is not None and transform.has_scale, HAS_HOT=hot is not None, ASM=USE_ASM, num_warps=max(1, rows // 16),
     )  # fmt: skip

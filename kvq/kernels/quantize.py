@@ -6,12 +6,14 @@ values are held as planes, so that packing is a shift and an or. Specification: 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
-from kvq.kernels.planes import butterfly2, butterfly4, plane_dim
+from kvq.kernels.planes import plane_dim
 from kvq.page import PageLayout
 from kvq.reference import HotPool, hadamard_block, word_hadamard
 
@@ -24,172 +26,214 @@ BAD_POSITION = tl.constexpr(3)
 
 
 @triton.jit
-def load_plane(
-    p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t,
-    PLANE: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
-    KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, CLAMP: tl.constexpr,
+def load_part(
+    p_row, o_row, dim, m_d, p_mu, p_scale, dim_pair, far, near, pos,
+    D: tl.constexpr, N: tl.constexpr, KV_HEADS: tl.constexpr, PADDED: tl.constexpr,
+    HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, RAW: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """Plane PLANE of T tokens, float32 [T, W], less the offset and divided by the pair scale."""
-    dim = plane_dim(o_w, PLANE, PLANES, BLOCK)
-    m_w = o_w < D // PLANES
-    x = tl.load(p_x[:, None] + dim[None, :], mask=m_t[:, None] & m_w[None, :], other=0.0).to(tl.float32)
-    if CLAMP:
-        x = tame(x)
-    if HAS_MU:
-        pair = tl.load(dim_pair + dim, mask=m_w, other=0)
-        mask = m_t[:, None] & m_w[None, :]
-        p_far = far + (pos // N)[:, None] * D + pair[None, :]
-        p_near = near + (pos % N)[:, None] * D + pair[None, :]
-        f_cos = tl.load(p_far, mask=mask, other=0.0)
-        f_sin = tl.load(p_far + D // 2, mask=mask, other=0.0)
-        n_cos = tl.load(p_near, mask=mask, other=0.0)
-        n_sin = tl.load(p_near + D // 2, mask=mask, other=0.0)
-        mu = tl.load(p_mu + dim, mask=m_w, other=0.0)
-        partner = tl.load(p_mu + KV_HEADS * D + dim, mask=m_w, other=0.0)
-        x -= mu[None, :] * (f_cos * n_cos - f_sin * n_sin) + partner[None, :] * (f_sin * n_cos + f_cos * n_sin)
-    if HAS_SCALE:
-        x /= tl.load(p_scale + dim, mask=m_w, other=1.0)[None, :]
+    """Dims ``dim`` of T rows, those of ``m_d`` where PADDED: as they are if RAW, else float32, less the offset and
+    divided by the pair scale."""
+    p_x = p_row + (o_row[:, None] + dim[None, :])
+    if PADDED:
+        x = tl.load(p_x, mask=m_d[None, :], other=0.0)
+    else:
+        x = tl.load(p_x)
+    if not RAW:
+        x = x.to(tl.float32)
+        if CLAMP:
+            x = tame(x)
+        if HAS_MU:
+            pair = tl.load(dim_pair + dim, mask=m_d, other=0)
+            p_far = far + (pos // N)[:, None] * D + pair[None, :]
+            p_near = near + (pos % N)[:, None] * D + pair[None, :]
+            f_cos, f_sin = tl.load(p_far), tl.load(p_far + D // 2)
+            n_cos, n_sin = tl.load(p_near), tl.load(p_near + D // 2)
+            mu = tl.load(p_mu + dim, mask=m_d, other=0.0)
+            partner = tl.load(p_mu + KV_HEADS * D + dim, mask=m_d, other=0.0)
+            x -= mu[None, :] * (f_cos * n_cos - f_sin * n_sin) + partner[None, :] * (f_sin * n_cos + f_cos * n_sin)
+        if HAS_SCALE:
+            x /= tl.load(p_scale + dim, mask=m_d, other=1.0)[None, :]
     return x
 
 
 @triton.jit
-def fp16_down(x):
-    """Largest fp16 not above float32 ``x`` (within fp16 range)."""
-    h = x.to(tl.float16)
-    bits = h.to(tl.int16, bitcast=True).to(tl.int32)
-    below = tl.where(bits == 0, 0x8001, tl.where(bits < 0, bits + 1, bits - 1))  # one step towards minus infinity
-    down = below.to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.where(h.to(tl.float32) > x, down, h)
+def load_rows(
+    p_row, o_row, p_mu, p_scale, dim_pair, far, near, pos,
+    PLANES: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, RAW: tl.constexpr, CLAMP: tl.constexpr,
+):  # fmt: skip
+    """The planes of T rows in two parts, the first and second half of them side by side: [T, PLANES * W / 2] each."""
+    RUN: tl.constexpr = BLOCK // PLANES
+    o_u = tl.arange(0, PLANES // 2 * W)
+    m_u = o_u % W < D // PLANES
+    dim = plane_dim(o_u % W, 0, PLANES, BLOCK) + o_u // W * RUN
+    dim = tl.max_contiguous(tl.multiple_of(dim, RUN), RUN)
+    x0 = load_part(
+        p_row, o_row, dim, m_u, p_mu, p_scale, dim_pair, far, near, pos,
+        D, N, KV_HEADS, W * PLANES != D, HAS_MU, HAS_SCALE, RAW, CLAMP,
+    )  # fmt: skip
+    x1 = load_part(
+        p_row, o_row, dim + BLOCK // 2, m_u, p_mu, p_scale, dim_pair, far, near, pos,
+        D, N, KV_HEADS, W * PLANES != D, HAS_MU, HAS_SCALE, RAW, CLAMP,
+    )  # fmt: skip
+    return x0, x1
 
 
 @triton.jit
-def encode_planes(
-    p_x, p_hadamard, p_mu, p_scale, dim_pair, far, near, pos, m_t,
-    PLANES: tl.constexpr, ROTATE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-    BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr,
-    CHECK: tl.constexpr, CLAMP: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Values to quantize, up to the factor NORM of the rotation, float32 planes [T, W] (2 and 3 repeat 0 and 1 when
-    PLANES is 2), and whether each row was finite; ``p_x`` pointers [T]."""
-    o_w = tl.arange(0, W)
-    x0 = load_plane(
-        p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 0,
-        PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP,
-    )  # fmt: skip
-    x1 = load_plane(
-        p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 1,
-        PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP,
-    )  # fmt: skip
-    if PLANES == 4:
-        x2 = load_plane(
-            p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 2,
-            PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP,
-        )  # fmt: skip
-        x3 = load_plane(
-            p_x, p_mu, p_scale, dim_pair, far, near, pos, o_w, m_t, 3,
-            PLANES, D, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, CLAMP,
-        )  # fmt: skip
-    else:
-        x2, x3 = x0, x1
-    probe = x0 * 0.0
-    if CHECK and CLAMP:  # what was clamped is counted too
-        for a in tl.static_range(PLANES):
-            mask = m_t[:, None] & (o_w < D // PLANES)[None, :]
-            raw = tl.load(p_x[:, None] + plane_dim(o_w, a, PLANES, BLOCK)[None, :], mask=mask, other=0.0)
-            probe += raw.to(tl.float32) * 0.0
-    elif CHECK and not (ROTATE and EXACT):
-        probe += x1 * 0.0 + (x2 * 0.0 + x3 * 0.0)
-    if ROTATE:
-        h = tl.load(p_hadamard + o_w[:, None] * W + o_w[None, :])
-        x0 = rotate_rows(x0, h, p_x, EXACT)
-        x1 = rotate_rows(x1, h, p_x, EXACT)
-        if PLANES == 4:
-            x2 = rotate_rows(x2, h, p_x, EXACT)
-            x3 = rotate_rows(x3, h, p_x, EXACT)
-            x0, x1, x2, x3 = butterfly4(x0, x1, x2, x3)
-        else:
-            x0, x1 = butterfly2(x0, x1)
-            x2, x3 = x0, x1
-        if EXACT:
-            probe = x0 * 0.0  # a NaN or inf anywhere is in every value of its Hadamard block
-    good = m_t
-    if CHECK:
-        good = tl.sum(probe, 1) == 0.0  # NaN when a value is not finite
-    return x0, x1, x2, x3, good
+def rotate_rows(x, h, RAW: tl.constexpr, ASM: tl.constexpr):
+    """x h for [T, U] and +-1 [U, U]. RAW: x has 16 bits, as h, and one product of them is exact."""
+    if not ASM:  # the interpreter multiplies bf16 wrongly
+        y = tl.dot(x.to(tl.float32), h.to(tl.float32))
+    elif RAW:
+        y = tl.dot(x, h)
+    else:  # float32 is the sum of three bf16
+        high = x.to(tl.bfloat16)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        h = h.to(tl.bfloat16)
+        y = tl.dot((rest - middle.to(tl.float32)).to(tl.bfloat16), h)
+        y = tl.dot(middle, h, y)
+        y = tl.dot(high, h, y)
+    return y
 
 
 @triton.jit
-def store_quantized(
-    x0, x1, x2, x3, p_x, p_hot, p_codes, p_scales, row, m_t, m_hot, status,
-    BITS: tl.constexpr, SYM: tl.constexpr, CLIP: tl.constexpr,
-    D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, HAS_HOT: tl.constexpr,
-    CLAMP: tl.constexpr, ASM: tl.constexpr,
+def quantize_rows(
+    x0, x1, p_row, o_row, h,
+    BITS: tl.constexpr, SYM: tl.constexpr, CLIP: tl.constexpr, ROTATE: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Quantize planes of T tokens of one head into their rows; p_* are pointers [T], row int32 [T]."""
+    """Words int16 [T, W] of T rows in two parts, and by row: scale and zero in one int32 (symmetric: the scale as
+    int16), whether all values are finite, and whether some were clamped to fp16 range."""
     PLANES: tl.constexpr = 16 // BITS
-    o_w = tl.arange(0, W)
-    m_w = o_w < D // PLANES
-    if HAS_HOT:
-        for a in tl.static_range(PLANES):
-            dim = plane_dim(o_w, a, PLANES, BLOCK)
-            mask = m_hot[:, None] & m_w[None, :]
-            b_x = tl.load(p_x[:, None] + dim[None, :], mask=mask, other=0.0)
-            if CLAMP:
-                b_x = tame(b_x.to(tl.float32))
-            tl.store(p_hot[:, None] + dim[None, :], b_x.to(p_hot.dtype.element_ty), mask=mask)
-    hi = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
-    lo = tl.minimum(tl.minimum(x0, x1), tl.minimum(x2, x3))
-    hi = tl.max(tl.where(m_w[None, :], hi, -float("inf")), 1) * NORM
-    lo = tl.min(tl.where(m_w[None, :], lo, float("inf")), 1) * NORM
-    over = m_t & (tl.maximum(hi, -lo) > FP16_MAX)
-    if tl.max(over.to(tl.int32), 0) > 0:
-        tl.atomic_add(status + CLAMPED, tl.sum(over.to(tl.int32), 0), sem="relaxed")
-    hi, lo = clamp_fp16(hi), clamp_fp16(lo)
     TOP: tl.constexpr = (1 << BITS) - 1
+    UNIT: tl.constexpr = NORM if ROTATE else 1.0
+    mean = 0.0
+    if ROTATE:  # the parts are x0 + x1 and x0 - x1; the larger of them is x0 + |x1|
+        x0, x1 = rotate_rows(x0, h, RAW, ASM), rotate_rows(x1, h, RAW, ASM)
+        hi, lo = add_size(x0, x1, ASM), subtract_size(x0, x1, ASM)
+        if CLIP < 1.0 and not SYM:
+            if RAW:  # the sum of a rotated block is its first value times its size
+                mean = tl.load(p_row + o_row).to(tl.float32)
+                for i in tl.static_range(1, D // BLOCK):
+                    mean += tl.load(p_row + (o_row + i * BLOCK)).to(tl.float32)
+                mean *= NORM * BLOCK / D
+            else:
+                mean = tl.sum(x0, 1) * (2 * NORM / D)
+    else:
+        x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
+        hi, lo = max_nan(x0, x1), tl.minimum(x0, x1)
+        if CLIP < 1.0 and not SYM:
+            mean = tl.sum(x0 + x1, 1) * (1.0 / D)
+    if W * PLANES != D:
+        m_u = (tl.arange(0, PLANES // 2 * W) % W < D // PLANES)[None, :]
+        hi, lo = tl.where(m_u, hi, -float("inf")), tl.where(m_u, lo, float("inf"))
+    hi, lo = tl.reduce(hi, 1, max_nan) * UNIT, tl.min(lo, 1) * UNIT
+    finite = (hi < float("inf")) & (lo > -float("inf"))
+    clamped = tl.maximum(hi, -lo) > FP16_MAX
+    hi, lo = clamp_fp16(hi), clamp_fp16(lo)
     if SYM:
         BIAS: tl.constexpr = 1 << (BITS - 1)
         scale = (tl.where(hi > -lo, hi, lo) * (-CLIP / BIAS)).to(tl.float16)
         base = tl.zeros_like(lo)
-        tl.store(p_scales.to(tl.pointer_type(tl.float16)) + row, scale, mask=m_t)
+        stored = scale.to(tl.int16, bitcast=True)
     else:
         BIAS: tl.constexpr = 0
         if CLIP < 1.0:
-            mean = tl.sum(tl.where(m_w[None, :], x0 + x1, 0.0), 1)
-            if PLANES == 4:
-                mean += tl.sum(tl.where(m_w[None, :], x2 + x3, 0.0), 1)
-            mean = tl.minimum(tl.maximum(mean * (NORM / D), lo), hi)
+            mean = tl.minimum(tl.maximum(mean, lo), hi)
             lo += (1.0 - CLIP) * (mean - lo)
             hi -= (1.0 - CLIP) * (hi - mean)
-        zero = fp16_down(lo)
+        zero = fp16_down(lo, ASM)
         base = zero.to(tl.float32)
         scale = ((hi - base) * (1.0 / TOP)).to(tl.float16)
         low = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        both = low | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-        tl.store(p_scales.to(tl.pointer_type(tl.int32)) + row, both, mask=m_t)
+        stored = low | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     size = scale.to(tl.float32)
-    inv = tl.where(size == 0.0, 0.0, 1.0 / size)
-    step = (inv * (NORM / TOP))[:, None]  # codes over TOP, so that one saturating multiply-add clamps them too
+    inv = tl.where(size == 0.0, 0.0, reciprocal(size, ASM))
+    # Codes over TOP, so that saturation to [0, 1] clamps them too.
+    step = (inv * (UNIT / TOP))[:, None]
     shift = ((BIAS - base * inv) * (1.0 / TOP))[:, None]
-    c0 = encode_plane(x0, step, shift, TOP, ASM)
-    c1 = encode_plane(x1, step, shift, TOP, ASM)
-    if PLANES == 4:
-        c2 = encode_plane(x2, step, shift, TOP, ASM)
-        c3 = encode_plane(x3, step, shift, TOP, ASM)
-        word = c0 | (c1 << 4) | (c2 << 8) | (c3 << 12)
+    if ROTATE:
+        x0 = x0 * step + shift
+        c0, c1 = saturating_fma(x1, step, x0, ASM), saturating_fma(x1, -step, x0, ASM)
     else:
-        word = c0 | (c1 << 8)
-    p_word = p_codes.to(tl.pointer_type(tl.int16))[:, None] + row[:, None] * (D // PLANES) + o_w[None, :]
-    tl.store(p_word, word.to(tl.int16), mask=m_t[:, None] & m_w[None, :])
+        c0, c1 = saturating_fma(x0, step, shift, ASM), saturating_fma(x1, step, shift, ASM)
+    word = round_code(c0, TOP) + (round_code(c1, TOP) << 8)
+    if PLANES == 4:
+        even, odd = tl.split(tl.permute(tl.reshape(word, [word.shape[0], 2, W]), (0, 2, 1)))
+        word = even + (odd << 4)
+    return word.to(tl.int16), stored, finite, clamped
 
 
 @triton.jit
-def rotate_rows(x, h, p_x, EXACT: tl.constexpr):
-    """x h for float32 [T, W] and fp16 +-1 [W, W]. EXACT: x holds values of the 16-bit input, one product is exact."""
-    if EXACT:
-        y = tl.dot(x.to(p_x.dtype.element_ty), h.to(p_x.dtype.element_ty))
+def store_rows(
+    word, stored, p_codes, p_scales, row, m_t, BITS: tl.constexpr, SYM: tl.constexpr, D: tl.constexpr, W: tl.constexpr
+):
+    """Words and scales of T rows into their pages; p_* are pointers [T], row int32 [T]."""
+    WORDS: tl.constexpr = D * BITS // 16
+    o_w = tl.arange(0, W)
+    mask = m_t[:, None]
+    if W != WORDS:
+        mask = mask & (o_w < WORDS)[None, :]
+    p_word = p_codes.to(tl.pointer_type(tl.int16))[:, None] + row[:, None] * WORDS + o_w[None, :]
+    tl.store(p_word, word, mask=mask)
+    if SYM:
+        tl.store(p_scales.to(tl.pointer_type(tl.int16)) + row, stored, mask=m_t)
     else:
-        y = tl.dot(x, h.to(tl.float32), input_precision="tf32x3")
-    return y
+        tl.store(p_scales.to(tl.pointer_type(tl.int32)) + row, stored, mask=m_t)
+
+
+@triton.jit
+def store_hot(p_row, o_row, p_hot, m_t, D: tl.constexpr, DP: tl.constexpr, CLAMP: tl.constexpr):
+    """Rows of D values, as they are, to ``p_hot`` [T]."""
+    if tl.max(m_t.to(tl.int32), 0) > 0:
+        o_d = tl.arange(0, DP)
+        mask = m_t[:, None] & (o_d < D)[None, :]
+        x = tl.load(p_row + (o_row[:, None] + o_d[None, :]), mask=mask, other=0.0)
+        if CLAMP:
+            x = tame(x.to(tl.float32))
+        tl.store(p_hot[:, None] + o_d[None, :], x.to(p_hot.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def has_nonfinite(p_row, o_row, D: tl.constexpr, DP: tl.constexpr):
+    """Which of T rows hold NaN or inf."""
+    o_d = tl.arange(0, DP)
+    x = tl.load(p_row + (o_row[:, None] + o_d[None, :]), mask=(o_d < D)[None, :], other=0.0).to(tl.float32)
+    return tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) == 0
+
+
+@triton.jit
+def count(status, number, flag):
+    """Add ``number`` for each row with ``flag`` [T] to ``status``."""
+    tl.atomic_add(status + tl.zeros_like(flag.to(tl.int32)), number, mask=flag, sem="relaxed")
+
+
+@triton.jit
+def max_nan(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def add_size(x, y, ASM: tl.constexpr):
+    """x + |y| in one instruction; tl.abs would cost another."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; abs.f32 t, $2; add.rn.f32 $0, $1, t; }", "=f,f,f", [x, y], tl.float32, True, 1
+        )
+    else:
+        return x + tl.abs(y)
+
+
+@triton.jit
+def subtract_size(x, y, ASM: tl.constexpr):
+    """x - |y| in one instruction."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; abs.f32 t, $2; sub.rn.f32 $0, $1, t; }", "=f,f,f", [x, y], tl.float32, True, 1
+        )
+    else:
+        return x - tl.abs(y)
 
 
 @triton.jit
@@ -205,10 +249,37 @@ def clamp_fp16(x):
 
 
 @triton.jit
-def encode_plane(x, step, shift, TOP: tl.constexpr, ASM: tl.constexpr):
-    """Codes int32: rounded to the nearest integer by adding 1.5 * 2^23, whose low mantissa bits then are the code."""
-    part = saturating_fma(x, step, shift, ASM)
-    return (part * TOP + 12582912.0).to(tl.int32, bitcast=True) & TOP
+def fp16_down(x, ASM: tl.constexpr):
+    """Largest fp16 not above float32 ``x`` (within fp16 range)."""
+    if ASM:
+        return tl.inline_asm_elementwise("cvt.rm.f16.f32 $0, $1;", "=h,f", [x], dtype=tl.float16, is_pure=True, pack=1)
+    else:
+        h = x.to(tl.float16)
+        bits = h.to(tl.int16, bitcast=True).to(tl.int32)
+        below = tl.where(bits == 0, 0x8001, tl.where(bits < 0, bits + 1, bits - 1))  # one step towards minus infinity
+        down = below.to(tl.int16).to(tl.float16, bitcast=True)
+        return tl.where(h.to(tl.float32) > x, down, h)
+
+
+@triton.jit
+def reciprocal(x, ASM: tl.constexpr):
+    """1 / x for the float32 values of fp16 numbers, to one unit in the last place."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def round_code(part, TOP: tl.constexpr):
+    """``part`` * TOP rounded to the nearest integer, in the low 16 bits of an int32.
+
+    Adding 1.5 * 2^23 rounds; the low mantissa bits then are the code, and bits 0 to 15 of that constant are zero. So
+    codes can be shifted and added into a word of 16 bits as they are.
+    """
+    return (part * TOP + 12582912.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -231,70 +302,98 @@ def write_kernel(
     dim_scale, dim_pair, dim_mu, near, far, status,
     stride_k_tok, stride_k_head, stride_v_tok, stride_v_head, stride_page, head_bytes, v_codes, k_scales, v_scales,
     tokens, num_pages, max_position,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
     K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, K_CLIP: tl.constexpr, V_CLIP: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr, CHECK: tl.constexpr, CLAMP: tl.constexpr,
-    HAS_VALUE: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr,
+    HAS_VALUE: tl.constexpr, RAW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, blocks of T tokens)."""
     i_head = tl.program_id(0)
-    o_t = tl.program_id(1) * T + tl.arange(0, T)
-    inside = o_t < tokens
-    slot = tl.load(slot_mapping + o_t, mask=inside, other=-1).to(tl.int64)
-    o_t = o_t.to(tl.int64)
-    p_k = key + o_t * stride_k_tok + i_head * stride_k_head
-    p_v = value + o_t * stride_v_tok + i_head * stride_v_head
-    page = slot // N
-    row = (slot % N).to(tl.int32)
-    m_t = inside & (slot >= 0)
-    good = page < num_pages
-    bad = tl.sum((m_t & ~good).to(tl.int32), 0)
-    if bad > 0 and i_head == 0:
-        tl.atomic_add(status + BAD_SLOT, bad, sem="relaxed")
-    m_t = m_t & good
+    start = tl.program_id(1) * T
+    o_t = tl.arange(0, T)
+    inside = start + o_t < tokens
+    o_near = tl.minimum(o_t, tokens - 1 - start)  # rows beyond the last token read that one
+    p_k = key + (start.to(tl.int64) * stride_k_tok + i_head * stride_k_head)
+    p_v = value + (start.to(tl.int64) * stride_v_tok + i_head * stride_v_head)
+    o_k, o_v = o_near * stride_k_tok, o_near * stride_v_tok
     pos = tl.zeros([T], tl.int64)
     if HAS_MU:
-        pos = tl.load(positions + o_t, mask=m_t, other=0).to(tl.int64)
-        good = (pos >= 0) & (pos <= max_position)
-        bad = tl.sum((m_t & ~good).to(tl.int32), 0)
-        if bad > 0 and i_head == 0:
-            tl.atomic_add(status + BAD_POSITION, bad, sem="relaxed")
-        m_t = m_t & good
-    EXACT_KEY: tl.constexpr = EXACT and not HAS_MU and not HAS_SCALE
-    k0, k1, k2, k3, good = encode_planes(
-        p_k, k_hadamard, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair, far, near, pos, m_t,
-        16 // K_BITS, K_ROTATE, D, N, WK, BLOCK, KV_HEADS, HAS_MU, HAS_SCALE, CHECK, CLAMP, EXACT_KEY,
+        pos = tl.load(positions + start + o_near).to(tl.int64)
+        known = (pos >= 0) & (pos <= max_position)
+        pos = tl.where(known, pos, 0)
+    # K and V are asked for before the slots, so that one wait is enough for all of them.
+    RAW_KEY: tl.constexpr = RAW and not HAS_MU and not HAS_SCALE
+    k0, k1 = load_rows(
+        p_k, o_k, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair, far, near, pos,
+        16 // K_BITS, D, WK, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, RAW_KEY, CLAMP,
     )  # fmt: skip
     if HAS_VALUE:
-        v0, v1, v2, v3, good_value = encode_planes(
-            p_v, v_hadamard, dim_mu, dim_scale, dim_pair, far, near, pos, m_t,
-            16 // V_BITS, V_ROTATE, D, N, WV, BLOCK, KV_HEADS, False, False, CHECK, CLAMP, EXACT,
+        v0, v1 = load_rows(
+            p_v, o_v, dim_mu, dim_scale, dim_pair, far, near, pos,
+            16 // V_BITS, D, WV, BLOCK, N, KV_HEADS, False, False, RAW, CLAMP,
         )  # fmt: skip
-        good = good & good_value
-    if CHECK:
-        bad = tl.sum((m_t & ~good).to(tl.int32), 0)
-        if bad > 0:
-            tl.atomic_add(status + NOT_FINITE, bad, sem="relaxed")
-        if not CLAMP:
-            m_t = m_t & good
-    m_hot = m_t
-    p_hot = hot_pool + slot * 0
+    slot = tl.load(slot_mapping + start + o_t, mask=inside, other=-1).to(tl.int64)
+    page = slot // N
+    row = (slot % N).to(tl.int32)
+    m_t = slot >= 0
+    if i_head == 0:
+        count(status + BAD_SLOT, 1, m_t & (page >= num_pages))
+    m_t = m_t & (page < num_pages)
+    if HAS_MU:
+        if i_head == 0:
+            count(status + BAD_POSITION, 1, m_t & (known == 0))
+        m_t = m_t & known
+
+    k_h, v_h = 0.0, 0.0
+    if K_ROTATE:
+        UK: tl.constexpr = 8 // K_BITS * WK
+        k_h = tl.load(k_hadamard + tl.arange(0, UK)[:, None] * UK + tl.arange(0, UK)[None, :])
+    if V_ROTATE and K_ROTATE and K_BITS == V_BITS:
+        v_h = k_h
+    elif V_ROTATE:
+        UV: tl.constexpr = 8 // V_BITS * WV
+        v_h = tl.load(v_hadamard + tl.arange(0, UV)[:, None] * UV + tl.arange(0, UV)[None, :])
+    k_word, k_stored, good, over = quantize_rows(
+        k0, k1, p_k, o_k, k_h, K_BITS, K_SYM, K_CLIP, K_ROTATE, D, WK, BLOCK, NORM, RAW_KEY, ASM
+    )
+    over = over.to(tl.int32)
+    if HAS_VALUE:
+        v_word, v_stored, v_good, v_over = quantize_rows(
+            v0, v1, p_v, o_v, v_h, V_BITS, V_SYM, V_CLIP, V_ROTATE, D, WV, BLOCK, NORM, RAW, ASM
+        )
+        good = good & v_good
+        over += v_over.to(tl.int32)
+    # One number a row, since what is known by row has to change its register layout to be stored.
+    facts = over + good.to(tl.int32) * 4
+    over, good = facts & 3, facts >= 4
+    if CHECK and CLAMP:
+        good = has_nonfinite(p_k, o_k, D, DP) == 0
+        if HAS_VALUE:
+            good = good & (has_nonfinite(p_v, o_v, D, DP) == 0)
+        count(status + NOT_FINITE, 1, m_t & (good == 0))
+    elif CHECK:
+        count(status + NOT_FINITE, 1, m_t & (good == 0))
+        m_t = m_t & good
+    count(status + CLAMPED, over, m_t & (over > 0))
+    p_page = pages + page * stride_page + i_head * head_bytes
+    store_rows(k_word, k_stored, p_page, p_page + k_scales, row, m_t, K_BITS, K_SYM, D, WK)
+    if HAS_VALUE:
+        store_rows(v_word, v_stored, p_page + v_codes, p_page + v_scales, row, m_t, V_BITS, V_SYM, D, WV)
     if HAS_HOT:
         hot_slot = tl.load(slot_of_page + page, mask=m_t, other=-1).to(tl.int64)
-        m_hot = m_t & (hot_slot >= 0)
         p_hot = hot_pool + ((hot_slot * 2 * KV_HEADS + i_head) * N + row) * D
-    p_page = pages + page * stride_page + i_head * head_bytes
-    store_quantized(
-        k0, k1, k2, k3, p_k, p_hot, p_page, p_page + k_scales, row, m_t, m_hot, status,
-        K_BITS, K_SYM, K_CLIP, D, WK, BLOCK, NORM if K_ROTATE else 1.0, HAS_HOT, CLAMP, ASM,
-    )  # fmt: skip
-    if HAS_VALUE:
-        store_quantized(
-            v0, v1, v2, v3, p_v, p_hot + KV_HEADS * N * D, p_page + v_codes, p_page + v_scales, row, m_t, m_hot, status,
-            V_BITS, V_SYM, V_CLIP, D, WV, BLOCK, NORM if V_ROTATE else 1.0, HAS_HOT, CLAMP, ASM,
-        )  # fmt: skip
+        store_hot(p_k, o_k, p_hot, hot_slot >= 0, D, DP, CLAMP)
+        if HAS_VALUE:
+            store_hot(p_v, o_v, p_hot + KV_HEADS * N * D, hot_slot >= 0, D, DP, CLAMP)
+
+
+@functools.cache
+def part_hadamard(head_dim: int, planes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """+-1 [U, U] that transforms a part of ``planes`` / 2 planes: as word_hadamard, for planes side by side."""
+    h = word_hadamard(head_dim, planes, device).to(dtype)
+    return torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)]) if planes == 4 else h
 
 
 def write(
@@ -328,16 +427,17 @@ def write(
     write_kernel[(layout.kv_heads, triton.cdiv(tokens, per_program))](
         key, key if value is None else value, slot_mapping, slot_mapping if positions is None else positions, pages,
         key if hot is None else hot.pool, status if hot is None else hot.index,
-        word_hadamard(head_dim, ks.planes, pages.device), word_hadamard(head_dim, vs.planes, pages.device),
+        part_hadamard(head_dim, ks.planes, key.dtype, pages.device),
+        part_hadamard(head_dim, vs.planes, key.dtype, pages.device),
         *tables, status,
         key.stride(0), key.stride(1), *(key if value is None else value).stride()[:2], pages.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         tokens, pages.shape[0], 0 if transform is None else transform.max_position,
-        KV_HEADS=layout.kv_heads, D=head_dim, N=layout.page_size, T=per_program,
+        KV_HEADS=layout.kv_heads, D=head_dim, DP=next_pow2(head_dim), N=layout.page_size, T=per_program,
         K_BITS=ks.bits, V_BITS=vs.bits, K_SYM=ks.symmetric, V_SYM=vs.symmetric, K_ROTATE=ks.rotate,
         V_ROTATE=vs.rotate, K_CLIP=ks.clip, V_CLIP=vs.clip,
         WK=max(16, next_pow2(head_dim // ks.planes)), WV=max(16, next_pow2(head_dim // vs.planes)),
         BLOCK=block, NORM=block**-0.5, HAS_MU=has_mu, HAS_SCALE=transform is not None and transform.has_scale,
         HAS_HOT=hot is not None, CHECK=check, CLAMP=clamp, HAS_VALUE=value is not None,
-        EXACT=USE_ASM and not clamp and key.dtype != torch.float32, ASM=USE_ASM, num_warps=warps,
+        RAW=not clamp and key.dtype != torch.float32, ASM=USE_ASM, num_warps=warps,
     )  # fmt: skip
