@@ -80,7 +80,7 @@ def time_us(benchmark: Any) -> Callable[[Sequence[Callable[[], Any]]], float]:
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     state = config.stash[STATE]
-    if not state.rows and not state.writes:
+    if not (state.rows or state.writes or state.prefills):
         return
     report.compare(state.rows)
     terminalreporter.section("kvq kernels")

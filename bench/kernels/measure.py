@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from kvq import ops, reference
 from kvq.kernels.quantize import write
 from kvq.kernels.timing import DecodeInputs, decode_inputs, graph_us, replay_us
 from kvq.page import PageLayout
+from kvq.prefill import Attention, prefill_pages
 from kvq.scheme import INT4, INT4_SYM, INT8, K8V4, QuantScheme
 from kvq.transform import KeyTransform, format_name
 from kvq.tuned import DecodeConfig, pick
@@ -106,6 +107,9 @@ SHAPES = (
 )
 SMALL = (uniform(2, 192, heads=8, kv_heads=2), Shape((300, 70), heads=8, kv_heads=2))
 WRITES = (64, 8192)
+PREFILL_TOKENS = 8192
+PREFILL_CONTEXTS = (0, 8192, 32768)
+PREFILL_LIMIT = 8e-3  # of a prefill row against float64: bf16 output, and attention that rounds probabilities to bf16
 
 
 def rows(shapes: tuple[Shape, ...], small: bool = False) -> list[tuple[Shape, Variant]]:
@@ -139,8 +143,23 @@ class DeviceClock:
     def run(self, graph: torch.cuda.CUDAGraph) -> None:
         self.now += graph_us(graph) * 1e-6
 
+    def run_calls(self, calls: Sequence[Callable[[], Any]]) -> None:
+        self.now += stream_us(calls) * 1e-6
+
 
 CLOCK = DeviceClock()
+
+
+def stream_us(calls: Sequence[Callable[[], Any]]) -> float:
+    """Microseconds of ``calls`` together, for what a graph cannot capture; the GPU is busy while they are queued."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(40_000_000)
+    start.record()
+    for call in calls:
+        call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e3
 
 
 def layout_of(shape: Shape, variant: Variant) -> PageLayout:
@@ -269,6 +288,93 @@ def write_inputs(count: int, scheme: QuantScheme, kv_heads: int = 8, head_dim: i
         tuple(torch.randn(shape, generator=g, device="cuda").to(torch.bfloat16) for _ in range(2)) for _ in range(sets)
     ]
     return WriteInputs(layout, pages, slots, tokens, ops.new_status("cuda"))  # type: ignore[arg-type]
+
+
+@dataclass
+class PrefillInputs:
+    """New tokens of one sequence over ``context`` quantized tokens, and the same context in bf16 for the peers.
+
+    ``query`` [tokens, heads, head_dim], ``key`` and ``value`` [context + tokens, kv_heads, head_dim].
+    """
+
+    layout: PageLayout
+    context: int
+    pages: torch.Tensor
+    block_tables: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    context_lens: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.query.shape[0]
+
+    def call(self, attention: Attention | None) -> torch.Tensor:
+        """paged_attention_prefill as an engine calls it: lengths known to the host, nothing read back."""
+        return prefill_pages(
+            self.query, self.key[self.context :], self.value[self.context :], self.pages, self.layout,
+            self.block_tables, self.context_lens, self.cu_seqlens, attention=attention,
+            host_lengths=([self.context], [0, self.tokens]), check="flag",
+        )  # type: ignore[return-value]  # fmt: skip
+
+    def error(self, out: torch.Tensor) -> float:
+        """Relative error of some rows of ``out`` against float64 attention over the dequantized context."""
+        keys, values = reference.gather(
+            self.pages, self.layout, self.block_tables[0], self.context, dtype=torch.float64
+        )
+        keys = torch.cat([keys, self.key[self.context :].double()])
+        values = torch.cat([values, self.value[self.context :].double()])
+        rows = sorted({0, 1, 63, 64, self.tokens // 2 + 1, self.tokens - 2, self.tokens - 1})
+        want = [
+            reference.attention(
+                self.query[row : row + 1].double(), keys[: self.context + row + 1], values[: self.context + row + 1],
+                self.layout.head_dim**-0.5,
+            )[0]
+            for row in rows
+        ]  # fmt: skip
+        ideal = torch.cat(want)
+        return float((out[rows].double() - ideal).norm() / ideal.norm())
+
+
+def prefill_inputs(
+    context: int, tokens: int, scheme: QuantScheme = INT4, heads: int = 32, kv_heads: int = 8, head_dim: int = 128,
+    device: str = "cuda",
+) -> PrefillInputs:  # fmt: skip
+    layout = PageLayout(scheme, 64, kv_heads, head_dim)
+    g = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    count = max(1, -(-context // 64))
+    table = torch.randperm(count, generator=g, device=device).to(torch.int32)
+    query, key, value = (
+        torch.randn(n, h, head_dim, generator=g, device=device).to(dtype)
+        for n, h in ((tokens, heads), (context + tokens, kv_heads), (context + tokens, kv_heads))
+    )
+    pages = torch.zeros(count, layout.page_bytes, dtype=torch.uint8, device=device)
+    index = torch.arange(context, device=device)
+    slots = table.long()[index // 64] * 64 + index % 64
+    ops.write_pages(pages, layout, key[:context], value[:context], slots)
+    lens, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([context], [0, tokens]))
+    return PrefillInputs(layout, context, pages, table[None], query, key, value, lens, starts)
+
+
+def prefill_row(
+    path: str, inputs: PrefillInputs, time_us: float, peers: dict[str, float], error: float
+) -> dict[str, Any]:
+    """``peers``: microseconds of each over the same context in bf16."""
+    pairs = inputs.tokens * (inputs.context + (inputs.tokens + 1) / 2)
+    flop = 4 * inputs.query.shape[1] * inputs.layout.head_dim * pairs
+    return {
+        "prefill": path,
+        "format": format_name(inputs.layout.scheme, None),
+        "tokens": inputs.tokens,
+        "context": inputs.context,
+        "time_us": round(time_us, 1),
+        "tflop_per_s": round(flop / time_us / 1e6, 1),
+        "vs_fa3_bf16": None,
+        "rel_err": float(f"{error:.2e}"),
+    } | {f"vs_{name}": round(t / time_us, 3) for name, t in peers.items()}
 
 
 @triton.jit

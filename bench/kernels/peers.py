@@ -6,13 +6,14 @@ FlashAttention 3 comes from vLLM (``vllm.vllm_flash_attn``), with its scheduler'
 from __future__ import annotations
 
 import importlib
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from bench.kernels.measure import Shape, rotation_bytes
+from bench.kernels.measure import PrefillInputs, Shape, rotation_bytes, stream_us
 from kvq.kernels.timing import replay_us
 from kvq.reference import hadamard
 
@@ -87,6 +88,45 @@ def fa3(shape: Shape, dtype: torch.dtype) -> Runs:
             )  # fmt: skip
             calls = [partial(flash.flash_attn_varlen_func, k=k, v=v, **common) for k, v in batch.caches]
             yield f"page {page_size}, splits {splits or 'own'}", batch.bytes_read, calls
+
+
+def fa3_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, *, causal: bool, scale: float, window: tuple[int, int], softcap: float,
+    out: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """FlashAttention 3 as kvq.prefill.Attention."""
+    flash = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
+    return flash.flash_attn_varlen_func(
+        q=q, k=k, v=v, out=out, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, softmax_scale=scale, causal=causal, window_size=list(window), softcap=softcap,
+        return_softmax_lse=True, fa_version=3,
+    )  # fmt: skip
+
+
+def fa3_prefill(inputs: PrefillInputs) -> dict[str, float]:
+    """Microseconds of FlashAttention 3 over the context in bf16, contiguous and in pages of each size: the best."""
+    flash = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
+    tokens, keys = inputs.tokens, inputs.context + inputs.tokens
+    common: dict[str, Any] = {
+        "q": inputs.query, "out": torch.empty_like(inputs.query), "cu_seqlens_q": inputs.cu_seqlens,
+        "max_seqlen_q": tokens, "max_seqlen_k": keys, "softmax_scale": inputs.layout.head_dim**-0.5, "causal": True,
+        "fa_version": 3,
+    }  # fmt: skip
+    ends = torch.tensor([0, keys], dtype=torch.int32, device="cuda")
+    runs = [partial(flash.flash_attn_varlen_func, k=inputs.key, v=inputs.value, cu_seqlens_k=ends, **common)]
+    for page_size in PAGE_SIZES:
+        order = torch.randperm(-(-keys // page_size), device="cuda").to(torch.int32)
+        pool = (len(order), page_size, *inputs.key.shape[1:])
+        k, v = (random(pool, torch.bfloat16) for _ in range(2))
+        runs.append(
+            partial(flash.flash_attn_varlen_func, k=k, v=v, seqused_k=ends[1:], block_table=order[None], **common)
+        )
+    best = []
+    for run in runs:
+        run()
+        best.append(statistics.median(stream_us([run] * 4) / 4 for _ in range(5)))
+    return {"fa3_bf16": min(best)}
 
 
 def fa3_bf16(shape: Shape) -> Runs:

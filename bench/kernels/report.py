@@ -29,6 +29,7 @@ class State:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     writes: list[dict[str, Any]] = field(default_factory=list)
+    prefills: list[dict[str, Any]] = field(default_factory=list)
     best: dict[Shape, dict[str, peers.Best]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     bandwidth: float | None = None
@@ -80,9 +81,9 @@ def about(state: State) -> dict[str, Any]:
 
 def save(folder: Path, state: State) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    data = {**about(state), "rows": state.rows, "writes": state.writes}
+    data = {**about(state), "rows": state.rows, "writes": state.writes, "prefills": state.prefills}
     (folder / "kernels.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    rows = state.rows + state.writes
+    rows = state.rows + state.writes + state.prefills
     names = dict.fromkeys(name for row in rows for name in row)
     with open(folder / "kernels.csv", "w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, list(names))
@@ -110,6 +111,7 @@ def lines(state: State) -> list[str]:
         "",
         tabulate([[row.get(name) for name in names] for row in state.rows], names, missingval="-"),
     ]
-    if state.writes:
-        text += ["", tabulate(state.writes, "keys", missingval="-")]
+    for table in (state.writes, state.prefills):
+        if table:
+            text += ["", tabulate(table, "keys", missingval="-")]
     return "\n".join(text).splitlines()

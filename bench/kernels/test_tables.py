@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.kernels import measure
-from bench.kernels.measure import ERROR_LIMIT, WRITE_LIMIT, Shape, Variant
+from bench.kernels import measure, peers
+from bench.kernels.measure import ERROR_LIMIT, PREFILL_LIMIT, WRITE_LIMIT, Shape, Variant
 from bench.kernels.report import GPU, State
 from kvq.scheme import INT4, INT8, QuantScheme
 
@@ -46,3 +46,24 @@ def test_write(tokens: int, scheme: QuantScheme, state: State, time_us: TimeUs) 
     error = inputs.error()
     state.writes.append(measure.write_row(scheme, inputs, time_us(inputs.calls()), state.bandwidth, error))
     assert error < WRITE_LIMIT
+
+
+@pytest.mark.skipif(not GPU, reason="times prefill: needs a GPU")
+@pytest.mark.parametrize("path", ["kernel", "fa3 pieces"])
+@pytest.mark.parametrize("context", measure.PREFILL_CONTEXTS)
+def test_prefill(context: int, path: str, state: State, benchmark: Any) -> None:
+    inputs = measure.prefill_inputs(context, measure.PREFILL_TOKENS)
+    attention = peers.fa3_attention if path == "fa3 pieces" else None
+    try:
+        found = peers.fa3_prefill(inputs)
+    except ImportError as error:
+        state.missing["fa3_bf16"] = f"not installed: {error}"
+        if attention is not None:
+            pytest.skip("FlashAttention 3 is not installed")
+        found = {}
+    error = inputs.error(inputs.call(attention))
+    calls = [partial(inputs.call, attention)] * 4
+    benchmark.pedantic(measure.CLOCK.run_calls, args=(calls,), rounds=5, warmup_rounds=1)
+    time_us = benchmark.stats.stats.median * 1e6 / len(calls)
+    state.prefills.append(measure.prefill_row(path, inputs, time_us, found, error))
+    assert error < PREFILL_LIMIT
