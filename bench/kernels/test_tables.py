@@ -56,8 +56,8 @@ def test_prefill(context: int, path: str, state: State, benchmark: Any) -> None:
     attention = peers.fa3_attention if path == "fa3 pieces" else None
     try:
         found = peers.fa3_prefill(inputs)
-    except ImportError as error:
-        state.missing["fa3_bf16"] = f"not installed: {error}"
+    except ImportError as missing:
+        state.missing["fa3_bf16"] = f"not installed: {missing}"
         if attention is not None:
             pytest.skip("FlashAttention 3 is not installed")
         found = {}

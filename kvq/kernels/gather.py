@@ -184,5 +184,6 @@ def gather(
         K_ROTATE=ks.rotate, V_ROTATE=vs.rotate,
         WK=max(16, next_pow2(head_dim // ks.planes)), WV=max(16, next_pow2(head_dim // vs.planes)),
         BLOCK=block, NORM=block**-0.5, HAS_MU=transform is not None and transform.pairs > 0,
-        HAS_SCALE=transform is not None and transform.has_scale, HAS_HOT=hot is not None, ASM=USE_ASM, num_warps=max(1, rows // 16),
+        HAS_SCALE=transform is not None and transform.has_scale, HAS_HOT=hot is not None, ASM=USE_ASM,
+        num_warps=max(1, rows // 16),
     )  # fmt: skip
