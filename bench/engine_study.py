@@ -72,17 +72,17 @@ class Settings:
 
     model: dict[str, Any] = field(default_factory=lambda: LLAMA_3_8B)
     block: int = 16
-    pool: int = 98_304
+    pool: int = 65_536
     isolation_context: int = 8192
     others: int = 60
-    repeats: int = 2
+    repeats: int = 1
     agents: int = 150
     turns: int = 3
     system: int = 1024
     first: tuple[int, int] = (2048, 4096)
     tool_result: tuple[int, int] = (128, 768)
     output: int = 32
-    windows: dict[float, float] = field(default_factory=lambda: {16.0: 30.0, 4.0: 16.0, 1.0: 10.0})
+    windows: dict[float, float] = field(default_factory=lambda: {16.0: 28.0, 4.0: 14.0, 1.0: 10.0})
     tools: str = "coding"
     tool_scale: float = 1.0
     step_tokens: int = 2048
@@ -137,6 +137,7 @@ class Engine:
             ("VLLM_CPU_KVCACHE_SPACE", "1"),
         ):
             os.environ.setdefault(key, value)
+        import torch
         from vllm import LLM, __version__
 
         self.settings = settings
@@ -144,17 +145,22 @@ class Engine:
         self._number = 0
         folder = Path(tempfile.mkdtemp(prefix="kvq-shape-"))
         (folder / "config.json").write_text(json.dumps(settings.model))
+        longest = max(
+            settings.isolation_context + 64 + 2 * settings.output,
+            settings.system + settings.first[1] + settings.turns * (settings.output + settings.tool_result[1]),
+        )
         began = time.perf_counter()
         self.llm = LLM(
             model=str(folder),
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype=settings.model["torch_dtype"],
-            max_model_len=max(settings.isolation_context + 1024, settings.system + settings.first[1] + 4096),
+            max_model_len=-(-longest // settings.block) * settings.block,
             gpu_memory_utilization=0.85,
             block_size=settings.block,
             num_gpu_blocks_override=settings.pool // settings.block + 1,
             enable_prefix_caching=True,
+            enforce_eager=not torch.cuda.is_available(),
             max_num_seqs=64,
             max_num_batched_tokens=settings.step_tokens,
             seed=0,
@@ -400,7 +406,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scenario", choices=("isolation", "agents", "overhead", "all"), default="all")
     parser.add_argument("--json", type=Path, help="write results here, after every cell")
     parser.add_argument("--small", action="store_true", help="a tiny model and short cells, for a CPU")
-    parser.add_argument("--pool", type=int, help="KV tokens (default 98304, small 4096)")
+    parser.add_argument("--pool", type=int, help="KV tokens (default 65536, small 4096)")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no cell after so many seconds")
     args = parser.parse_args(argv)
     began = time.perf_counter()
