@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.steptime import GPUS, StepTime
-from bench.workloads import TOOL_MIXES, Program, Synthetic, Turn, Workload, closed_loop, plain_requests
+from bench.workloads import BLOCK_SIZE, TOOL_MIXES, Program, Synthetic, Turn, Workload, closed_loop, plain_requests
 from retention import ProgramKey, ToolCall, TurnArrived, TurnFinished, make_policy
 from retention.policy import Policy
 
@@ -184,6 +185,7 @@ class Simulator:
         self._agents = sum(program.agent for program in workload.programs)
         self._zeros = [0] * (max(t.prompt_tokens + t.output_tokens for p in workload.programs for t in p.turns) + 1)
         self._refused = False  # the head of the waiting queue was refused and nothing has changed since
+        self._nobody = type(self._scheduler.waiting)()
         self._computed_prefill = self._preemptions = self._steps = self._calls = 0
         self._retained = (
             RetainedPool(self._scheduler, make_policy(self), self._turn_finished, self.clock) if make_policy else None
@@ -330,23 +332,26 @@ class Simulator:
     def _step(self) -> bool:
         """Schedule and run one step, or several decode steps as one. False: nothing was scheduled."""
         scheduler = self._scheduler
-        count = self._decode_steps()
-        if count > 1:
+        waiting = scheduler.waiting
+        count, now = self._decode_steps()
+        if count:
             more = [0] * (count - 1)  # the last token comes from update_from_output
             for request in scheduler.running:
                 request.append_output_token_ids(more)
+            scheduler.waiting = self._nobody  # its head was refused; a tick may have changed that for later steps only
         output = scheduler.schedule()
+        scheduler.waiting = waiting
         scheduled = output.num_scheduled_tokens
         self._calls += 1
         self._preemptions += len(output.preempted_req_ids or ())
         if not scheduled:
             return False
-        if count > 1:
-            self._run_decode(scheduled, count)
+        if count:
+            self._now = now
             sampled: list[list[int]] = [[0] for _ in scheduled]
         else:
             sampled = self._run_step(scheduled)
-        self._steps += count
+        self._steps += count or 1
         index = {request_id: i for i, request_id in enumerate(scheduled)}
         scheduler.update_from_output(output, self._output(list(scheduled), index, sampled_token_ids=sampled))
         return True
@@ -381,45 +386,65 @@ class Simulator:
         self._refused = waiting and decoding == len(scheduled) == len(self._scheduler.running)
         return sampled
 
-    def _run_decode(self, scheduled: dict[str, int], count: int) -> None:
-        """Take the time of `count` decode steps of the same requests."""
-        requests = self._scheduler.requests
-        batch = len(scheduled)
-        kv_tokens = sum(requests[request_id].num_computed_tokens - count for request_id in scheduled)
-        for _ in range(count):
-            self._now += self._step_time.step(batch, 0.0, kv_tokens)
-            kv_tokens += batch
+    def _decode_steps(self) -> tuple[int, float]:
+        """(how many decode steps can be taken as one, when the last one ends); (0, 0.0) if something else may happen.
 
-    def _decode_steps(self) -> int:
-        """How many steps can be taken as one: all running requests decode, none ends before the last step, the waiting
-        queue cannot move, no event or tick falls before the last step, and free blocks suffice (nothing is preempted).
+        Until then all running requests decode and none ends before the last step, the head of the waiting queue stays
+        refused, no event comes, and free blocks suffice (nothing is preempted). Ticks on the way are made here, at
+        their times.
         """
         scheduler = self._scheduler
         running = scheduler.running
         if not self._fast_forward or not running or (scheduler.waiting and not self._refused):
-            return 1
+            return 0, 0.0
         limit = MAX_BATCHED_TOKENS // len(running)
         for request in running:
             if request.is_prefill_chunk or not request._output_token_ids:
-                return 1
+                return 0, 0.0
             limit = min(limit, request.max_tokens - len(request._output_token_ids))
-        if limit < 2:
-            return 1
-        stop = self._next_tick if self._retained is not None else float("inf")
-        if self._events:
-            stop = min(stop, self._events[0][0])
+        size = self.workload.block_size
+        grow = sorted(
+            step
+            for request in running
+            for step in range(size - (request.num_computed_tokens - 1) % size, limit + 1, size)
+        )  # the steps at which a request takes one more block
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if len(grow) > free:
+            limit = grow[free] - 1
+        if limit < 1:
+            return 0, 0.0
+        event = self._events[0][0] if self._events else float("inf")
         batch, kv_tokens = len(running), sum(request.num_computed_tokens for request in running)
-        count, at = 0, self._now
-        while count < limit and (at < stop or not count):
-            at += self._step_time.step(batch, 0.0, kv_tokens)
+        seconds = self._step_time.step
+        count, at, ticked = 0, self._now, False
+        while count < limit and (at < event or not count):
+            if self._retained is not None and count and at >= self._next_tick:
+                if not ticked:  # so many steps take their blocks from the front, whatever a tick adds to the end
+                    ticked, unretained = True, self._retained.queue.unretained
+                    if len(grow) > unretained:
+                        limit = grow[unretained] - 1
+                        if count >= limit:
+                            break
+                if not self._tick_during_decode(at, bisect_right(grow, count)):
+                    break
+            at += seconds(batch, 0.0, kv_tokens)
             kv_tokens += batch
             count += 1
-        free, size = scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), self.workload.block_size
-        while count > 1 and free < sum(
-            (r.num_computed_tokens + count - 1) // size - (r.num_computed_tokens - 1) // size for r in running
-        ):
-            count //= 2
-        return count
+        return count, at
+
+    def _tick_during_decode(self, at: float, taken: int) -> bool:
+        """A tick between two decode steps, `taken` blocks later. False if the waiting queue may move after it."""
+        assert self._retained is not None
+        policy, head = self._retained.policy, next(iter(self._scheduler.waiting), None)
+        admitted = head is None or policy.admits(head.request_id)
+        hard = self._retained.holds_references
+        self._policy_now = at
+        self._next_tick = at + self._tick_seconds
+        self._retained.tick(taken)
+        if head is None or (not hard and policy.admits(head.request_id) == admitted):
+            return True
+        self._refused = False
+        return False
 
     def _check_fits(self) -> None:
         size = self.workload.block_size
@@ -490,17 +515,22 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("--tools", choices=sorted(TOOL_MIXES), default="coding")
     run.add_argument("--tool-frequency", type=float, default=1.0, help="share of turns that call a tool")
     run.add_argument("--tool-scale", type=float, default=1.0, help="factor on all tool times")
+    run.add_argument("--max-context", type=int, help="tokens, ends a program (default: 65536, or the pool if smaller)")
     run.add_argument("--fillers", type=float, default=0.0, help="plain requests a second")
     run.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     from bench.retention_study import summarize
 
+    started = time.perf_counter()
+    step_time = StepTime(GPUS[args.gpu])
+    pool = (args.blocks or step_time.pool_blocks(BLOCK_SIZE)) * BLOCK_SIZE
     workload = Synthetic(
         programs=args.programs,
         turns=args.turns,
         tools=args.tools,
         tool_frequency=args.tool_frequency,
         tool_scale=args.tool_scale,
+        max_context=args.max_context or min(65536, pool),
     ).build(args.seed)
     programs = workload.programs
     if args.fillers:
@@ -508,11 +538,17 @@ def main(argv: list[str] | None = None) -> int:
         programs += plain_requests(int(args.fillers * 30 * turns / args.concurrency) + 1, args.fillers, args.seed)
     workload = closed_loop(workload.name, programs, args.concurrency, 20.0, args.seed)
     maker = None if args.policy == "none" else policy_maker(args.policy)
-    started = time.perf_counter()
-    result = Simulator(workload, maker, StepTime(GPUS[args.gpu]), args.blocks).run()
+    simulator = Simulator(workload, maker, step_time, args.blocks)
+    cpu = time.process_time()
+    result = simulator.run()
+    cpu = time.process_time() - cpu
+    turns = len(result.turns)
     for name, value in summarize(result).items():
         print(f"{name:18} {value:14.3f}")
-    print(f"{'real seconds':18} {time.perf_counter() - started:14.3f}")
+    print(f"{'simulated seconds':18} {result.seconds:14.3f}")
+    print(f"{'real seconds':18} {time.perf_counter() - started:14.3f}  with loading vLLM and making the workload")
+    print(f"{'processor seconds':18} {cpu:14.3f}  of the simulation, {1e3 * cpu / turns:.2f} ms a turn, one core")
+    print(f"{'schedule() calls':18} {result.schedule_calls:14d}  for {result.steps} steps")
     return 0
 
 

@@ -18,8 +18,8 @@ class Admission:
     the horizon while its tool runs. After the horizon a paused program is not charged any more. The horizon is
     `horizon` times the seconds it takes to prefill the whole pool: whoever is away for longer is cheaper to compute
     again than to hold room for.
-    A held program may start when all charges and its own need fit into `overcommit` times the pool, when nobody is
-    under way, or `hold_s` after its first arrival.
+    A held program may start when all charges and its own need (a new program's is at least that mean) fit into
+    `overcommit` times the pool, when nobody is under way, or `hold_s` after its first arrival.
 
     Without this, working sets beyond the pool thrash: each return evicts a program that is about to return. Eviction
     order does not help then (not even Belady's); fewer programs at a time does. All operations are O(log n).
@@ -61,8 +61,8 @@ class Admission:
         charge, _ = self._charges.pop(program, (0.0, 0.0))
         self.charged -= charge
 
-    def admits(self, prompt_blocks: float, total_blocks: int, now: float) -> bool:
-        """May a program that is not under way start, with a prompt of so many blocks?"""
+    def admits(self, prompt_blocks: float, total_blocks: int, now: float, new: bool = True) -> bool:
+        """May a program that is not under way start, with a prompt of so many blocks? new: it has had no turn yet."""
         while self._ends and self._ends[0][0] <= now:
             end, program = heapq.heappop(self._ends)
             if self._charges.get(program, (0.0, math.inf))[1] == end:
@@ -70,11 +70,12 @@ class Admission:
         if not self._charges:
             self.charged = 0.0  # rounding
             return True
-        return self.charged + self._size(prompt_blocks) <= self._overcommit * total_blocks
+        return self.charged + self._size(prompt_blocks, new) <= self._overcommit * total_blocks
 
-    def _size(self, blocks: float) -> float:
+    def _size(self, blocks: float, grows: bool = True) -> float:
         count = max(1, len(self._sizes))
-        return max(blocks - self._shared_sum / count, self._own_sum / count)
+        own = max(0.0, blocks - self._shared_sum / count)
+        return max(own, self._own_sum / count) if grows else own
 
     def _charge(self, program: ProgramKey, charge: float, end: float) -> None:
         self.gone(program)

@@ -133,7 +133,7 @@ class Policy:
         now = self._now()
         need = request.turn.prompt_tokens / self._block_tokens
         overdue = now - request.program.first_arrival >= admission.hold_s
-        return overdue or admission.admits(need, self.pins.total_blocks, now)
+        return overdue or admission.admits(need, self.pins.total_blocks, now, new=request.program.turns == 0)
 
     def turn_started(self, request_id: str, cached_tokens: int) -> tuple[Victim, ...]:
         """The request got its blocks, `cached_tokens` of them by prefix hit. The lease it used is done (its blocks are

@@ -229,9 +229,10 @@ class Value(Rule):
     (hit density, as in LHD, Beckmann et al., NSDI '18).
 
     Programs without a lease, new ones and those that lost theirs, start as `Admission` allows (overcommit, horizon,
-    hold_s; overcommit 0: all at once). The queue is first come, first served for requests without a program and for
-    returns that have a lease. They pass programs without one, of which the oldest goes first, until `hold_s` after the
-    first arrival of that program.
+    hold_s; overcommit 0: all at once). The queue is first come, first served, but a return that has a lease counts as
+    if it had come `ahead_s` earlier: while it waits it holds memory that a burst would take from it, and it needs
+    little of the machine. Programs without a lease are passed by everyone, and of them the oldest goes first, until
+    `hold_s` after the first arrival of that program.
 
     max_ttl_s bounds the whole wait. samples, window: see `TTLPredictor`.
     """
@@ -246,14 +247,15 @@ class Value(Rule):
         overcommit: float = 1.0,
         horizon: float = 3.0,
         hold_s: float = 300.0,
+        ahead_s: float = 5.0,
         samples: int = 8,
         window: int = 128,
     ) -> None:
         super().__init__()
-        for name, value, low in (("max_ttl_s", max_ttl_s, 0.0), ("slack", slack, 1.0)):
+        for name, value, low in (("max_ttl_s", max_ttl_s, 0.0), ("slack", slack, 1.0), ("ahead_s", ahead_s, 0.0)):
             if not low <= value < math.inf:
                 raise ValueError(f"{name} must be finite and at least {low:g}, got {value}")
-        self._max_ttl_s, self._slack, self._hold_s = max_ttl_s, slack, hold_s
+        self._max_ttl_s, self._slack, self._hold_s, self._ahead_s = max_ttl_s, slack, hold_s, ahead_s
         self.admission = None if overcommit == 0.0 else Admission(overcommit, horizon, hold_s)
         self.predictor = TTLPredictor("survival", min_samples=samples, window=window)
 
@@ -275,8 +277,10 @@ class Value(Rule):
         return (p * saved / max(1e-3, held),)
 
     def order(self, program: Program | None, retained: bool, now: float) -> tuple[int, float]:
-        if program is None or retained:
+        if program is None:
             return (0, now)
+        if retained:
+            return (0, now - self._ahead_s)
         return (0, max(now, program.first_arrival + self._hold_s) if self.admission else now)
 
 

@@ -49,6 +49,13 @@ def test_small_programs_are_expected_to_grow_to_the_mean():
     assert admission.charged == pytest.approx(0.999 * 50 + 50)
 
 
+def test_a_return_without_its_lease_needs_its_own_size_and_a_new_program_the_mean():
+    admission = filled(2, 40, overcommit=1.0)  # 80 of 100 expected, 40 on average
+    assert admission.admits(15, 100, 0.0, new=False)
+    assert not admission.admits(25, 100, 0.0, new=False)
+    assert not admission.admits(15, 100, 0.0, new=True)
+
+
 def test_shared_blocks_are_not_charged():
     admission = Admission(overcommit=1.0)
     admission.paused(key(0), 50, 40, QUICK, 10.0, 0.0)
@@ -150,18 +157,28 @@ def test_overcommit_0_and_other_policies_hold_nobody(engine):
 
 
 def test_programs_without_a_lease_queue_by_age_and_for_no_longer_than_hold_s(engine):
-    e = engine("value", hold_s=300.0)
+    e = engine("value", hold_s=300.0, ahead_s=5.0)
     assert e.arrive("plain", ["x"]).order == (0, 0.0)
     assert e.arrive("first", ["f"], "new").order == (0, 300.0)
     e.turn("p", ["a", "b", "c"], calls=[])
     e.advance(1.0)
-    assert e.arrive("kept", ["a", "b", "c", "d"], "p").order == (0, 1.0)
+    assert e.arrive("kept", ["a", "b", "c", "d"], "p").order == (0, 1.0 - 5.0)
     e.abort("kept")
     e.apply(e.policy.reset())
     assert e.arrive("lost", ["a", "b", "c", "d"], "p").order == (0, 300.0)
     e.abort("lost")
     e.advance(1000.0)
     assert e.arrive("old", ["a", "b", "c", "d"], "p").order == (0, 1001.0)
+
+
+def test_a_return_with_a_lease_passes_a_burst_but_nobody_who_waits_longer_than_ahead_s(engine):
+    e = engine("value", ahead_s=5.0)
+    e.turn("p", ["a", "b", "c"], calls=[])
+    long_ago = e.arrive("early", ["x"]).order
+    e.advance(5.5)
+    burst = e.arrive("burst", ["y"]).order
+    e.advance(1.0)
+    assert long_ago < e.arrive("back", ["a", "b", "c", "d"], "p").order < burst
 
 
 def test_a_return_that_lost_its_lease_is_held_and_one_that_has_it_is_not(engine):

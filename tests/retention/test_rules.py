@@ -197,6 +197,7 @@ def test_the_base_rule_has_all_hooks():
         ("value", {"max_ttl_s": -1.0}),
         ("value", {"slack": 0.5}),
         ("value", {"hold_s": math.inf}),
+        ("value", {"ahead_s": -1.0}),
         ("trtllm", {"priority": 101}),
         ("continuum", {"samples": 0}),
         ("fixed", {"ttl_s": -1.0}),
