@@ -152,7 +152,7 @@ def write_pages(
     if check == "flag":
         slots = _flagged_slots(pages, layout, key, value, slots, positions, transform, on_nonfinite, status)
     if on_nonfinite == "clamp":
-        key, value = finite(key), finite(value)
+        key, value = finite(key.float()), finite(value.float())
     source = None if transform is None else transform.source
     status[2] += reference.write(pages, layout, key, value, slots, positions, source, hot)
 

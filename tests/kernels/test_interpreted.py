@@ -7,12 +7,17 @@ import torch
 import triton
 
 from kvq import reference
+from kvq.kernels import quantize
+from kvq.ops import new_status, write_pages
+from kvq.page import PageLayout
+from kvq.scheme import INT4, INT4_SYM, INT8, K8V4, QuantScheme
 from tests import tolerances
 from tests.kernels import cases
 
 pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
     pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),  # log2(0) is -inf on a GPU as well
+    pytest.mark.filterwarnings("ignore:(All-NaN|invalid value):RuntimeWarning"),  # NaN is written on purpose
     pytest.mark.usefixtures("poison"),
 ]
 
@@ -56,6 +61,32 @@ def test_write_stores_what_the_reference_stores(case: cases.Case) -> None:
         for a, b in zip(*(reference.gather(x.pages, x.layout, x.block_tables[i], case.lens[i], x.transform, x.hot,
                                            x.shift(i)) for x in (batch, want))):  # fmt: skip
             assert case.lens[i] == 0 or cases.relative_error(a, b) < 0.01
+
+
+@pytest.mark.parametrize("clamp", [False, True], ids=["skip", "clamp"])
+@pytest.mark.parametrize(
+    ("scheme", "head_dim"), [(INT4, 64), (INT4, 96), (INT4_SYM, 80), (INT8, 64), (K8V4, 128)], ids=str
+)
+def test_write_counts_bad_tokens_and_leaves_them_out(scheme: QuantScheme, head_dim: int, clamp: bool) -> None:
+    """NaN and inf in any part of a row, rows beyond fp16, slots that do not exist; counted as on CPU."""
+    layout, g = PageLayout(scheme, 16, 2, head_dim), torch.Generator().manual_seed(0)
+    key, value = (torch.randn(20, 2, head_dim, generator=g).to(torch.bfloat16) for _ in range(2))
+    key[1, 0, 0], key[2, 1, head_dim - 1], value[3, 0, head_dim // 2 + 1] = torch.nan, torch.inf, -torch.inf
+    value[4, 1, 5], key[4, 1, 7], value[5, 0, 3] = torch.nan, torch.nan, 1e6
+    slots = torch.arange(20)
+    slots[6], slots[7] = 32, -1
+    got, want = (torch.zeros(2, layout.page_bytes, dtype=torch.uint8) for _ in range(2))
+    status, want_status = new_status("cpu"), new_status("cpu")
+    quantize.write(got, layout, key, value, slots, status, clamp=clamp)
+    write_pages(
+        want, layout, key, value, slots, check="flag", on_nonfinite="clamp" if clamp else "raise", status=want_status
+    )
+    assert status.tolist() == want_status.tolist()
+    table = torch.arange(2)
+    for a, b in zip(reference.gather(got, layout, table, 20), reference.gather(want, layout, table, 20)):
+        assert cases.relative_error(a[[0, *range(8, 20)]], b[[0, *range(8, 20)]]) < 0.01
+        assert torch.isfinite(a).all() and not a[6:8].any()
+        assert a[1, 0].any() == clamp  # left out, or with zeros in place of NaN
 
 
 @some(*WRITTEN)
