@@ -8,17 +8,17 @@ compared with the unquantized model's. Storage is kvq.reference, the specificati
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, variance
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from bench.models import model_path
 from kvq import reference
 from kvq.calibrate import Calibration, calibrate, load_calibration, transforms_from_model
 from kvq.scheme import INT4, INT4_SYM, INT8, K8V4, QuantScheme, TensorScheme
-from kvq.transform import KeyTransform
+from kvq.transform import KeyTransform, measured_name
 
 PAGE = 64
 SCORE_FROM = 256  # predictions before this position see too little stored context to tell formats apart
@@ -103,7 +103,8 @@ class Format:
 
     ``key`` and ``value``: a TensorScheme of the library, or a rival's round trip. ``bits``: of an element at a head
     size, scales included. ``offset``: where the transform of the keys comes from: "none", "bias"
-    (KeyTransform.from_model), "random" (calibrated on random tokens) or "calibrated" (on text).
+    (KeyTransform.from_model), "random" (calibrated on random tokens) or "calibrated" (on text). ``scheme``: the
+    library's, where it is one.
     """
 
     text: str
@@ -111,10 +112,15 @@ class Format:
     value: TensorScheme | RoundTrip
     bits: Callable[[int], float]
     offset: str = "none"
+    scheme: QuantScheme | None = None
+
+    def name(self, transforms: dict[str, list[KeyTransform]]) -> str:
+        """What was measured (kvq.transform.measured_name), "-" for a rival's format."""
+        return "-" if self.scheme is None else measured_name(self.scheme, transforms.get(self.offset))
 
 
 def library(text: str, scheme: QuantScheme, offset: str = "none") -> Format:
-    return Format(text, scheme.key, scheme.value, scheme.bits_per_element, offset)
+    return Format(text, scheme.key, scheme.value, scheme.bits_per_element, offset, scheme)
 
 
 PLAIN4 = TensorScheme(4, symmetric=False, rotate=False)
@@ -223,40 +229,62 @@ class Row:
         return f"{self.format}/{self.window}/{self.first}"
 
 
+@dataclass(frozen=True)
+class WindowResult:
+    """Means over the scored positions of one window of a ``kind`` of text: KL and losses in nats a token."""
+
+    kind: str
+    kl: float
+    loss: float
+    reference_loss: float
+    top1: float
+
+
 @dataclass
 class Result:
-    """Sums over scored positions."""
+    """What a row gave, window by window.
 
-    positions: int = 0
-    kl: float = 0.0
-    loss: float = 0.0
-    reference_loss: float = 0.0
-    top1: int = 0
-    by_window: list[tuple[str, float, float]] = field(default_factory=list)  # kind, KL, increase of the loss
+    ``weights``: of each kind of text in the pooled figures, so that a pool of more windows of one kind has the same
+    meaning as the small one (bench.texts.WEIGHTS).
+    """
+
+    weights: dict[str, float]
+    windows: list[WindowResult] = field(default_factory=list)
 
     def add(self, kind: str, exact: torch.Tensor, got: torch.Tensor, target: torch.Tensor) -> None:
         """Log-probabilities [n, vocabulary] of the unquantized and the quantized model, and the tokens that came."""
-        kl = (exact.exp() * (exact - got)).sum(-1).double()
-        loss, reference_loss = (-x.gather(1, target[:, None]).double().sum() for x in (got, exact))
-        self.positions += len(target)
-        self.kl += float(kl.sum())
-        self.loss += float(loss)
-        self.reference_loss += float(reference_loss)
-        self.top1 += int((exact.argmax(-1) == got.argmax(-1)).sum())
-        self.by_window.append((kind, float(kl.mean()), float(loss - reference_loss) / len(target)))
+        kl = (exact.exp() * (exact - got)).sum(-1).double().mean()
+        loss, reference_loss = (-x.gather(1, target[:, None]).double().mean() for x in (got, exact))
+        top1 = (exact.argmax(-1) == got.argmax(-1)).double().mean()
+        self.windows.append(WindowResult(kind, float(kl), float(loss), float(reference_loss), float(top1)))
+
+    def pooled(self, value: Callable[[WindowResult], float]) -> tuple[float, float | None]:
+        """Mean of ``value``, kinds of text weighted, and its standard error from how much windows of a kind differ.
+
+        The error is None where a kind has only one window.
+        """
+        kinds = dict.fromkeys(w.kind for w in self.windows)
+        total = sum(self.weights[kind] for kind in kinds)
+        mean, error = 0.0, 0.0
+        for kind in kinds:
+            values = [value(w) for w in self.windows if w.kind == kind]
+            share = self.weights[kind] / total
+            mean += share * fmean(values)
+            error = math.nan if len(values) < 2 else error + share**2 * variance(values) / len(values)
+        return mean, None if math.isnan(error) else error**0.5
 
     def figures(self) -> dict[str, Any]:
-        """``perplexity_error``: standard error of the change, from how much windows differ; None for one window."""
-        n = self.positions
-        increase = [d for _, _, d in self.by_window]
+        """Pooled figures and the windows they come from; perplexities are exp of the mean loss."""
+        increase, error = self.pooled(lambda w: w.loss - w.reference_loss)
+        kl, kl_error = self.pooled(lambda w: w.kl)
         return {
-            "kl": self.kl / n,
-            "perplexity": math.exp(self.reference_loss / n),
-            "perplexity_change": math.exp((self.loss - self.reference_loss) / n) - 1,
-            "perplexity_error": stdev(increase) / len(increase) ** 0.5 if len(increase) > 1 else None,
-            "top1": self.top1 / n,
-            "positions": n,
-            "by_window": self.by_window,
+            "kl": kl,
+            "kl_error": kl_error,
+            "perplexity": math.exp(self.pooled(lambda w: w.reference_loss)[0]),
+            "perplexity_change": math.exp(increase) - 1,
+            "perplexity_error": error,
+            "top1": self.pooled(lambda w: w.top1)[0],
+            "by_window": [[w.kind, w.kl, w.loss - w.reference_loss, w.top1] for w in self.windows],
         }
 
 
@@ -307,11 +335,6 @@ class Harness:
         result.add(window.kind, exact, got, ids[SCORE_FROM + 1 :: self.every])
 
 
-def digest(transforms: Sequence[KeyTransform]) -> str:
-    """12 hex digits that name the transforms of all layers."""
-    return hashlib.sha256("".join(t.digest for t in transforms).encode()).hexdigest()[:12]
-
-
 def measure(
     harness: Harness,
     rows: Sequence[Row],
@@ -320,7 +343,7 @@ def measure(
     advance: Callable[[], None] = lambda: None,
 ) -> dict[Row, Result]:
     """Every row on every window. Rows with the window "turns" are measured on agent sessions only."""
-    results = {row: Result() for row in rows}
+    results = {row: Result(texts.WEIGHTS) for row in rows}
     device = next(harness.model.parameters()).device
     for window in windows:
         exact = harness.log_probs(torch.tensor(window.ids, device=device), None)
@@ -335,10 +358,11 @@ def measure(
 # ---- the command
 
 
-def table(results: dict[Row, Result], head_dim: int, digests: dict[str, str]) -> str:
+def table(results: dict[Row, Result], head_dim: int, names: dict[str, str]) -> str:
+    """``names``: of what was measured, by format."""
     lines = []
     for row, result in results.items():
-        if not result.positions:
+        if not result.windows:
             continue
         f = result.figures()
         error = "" if f["perplexity_error"] is None else f" ± {100 * f['perplexity_error']:.2f}"
@@ -352,7 +376,7 @@ def table(results: dict[Row, Result], head_dim: int, digests: dict[str, str]) ->
                 f"{100 * f['perplexity_change']:+.2f}{error} %",
                 f"{f['kl']:.4f}",
                 f"{100 * f['top1']:.1f} %",
-                digests.get(FORMATS[row.format].offset, "-"),
+                names[row.format],
             ]
         )
     head = [
@@ -364,7 +388,7 @@ def table(results: dict[Row, Result], head_dim: int, digests: dict[str, str]) ->
         "perplexity",
         "KL",
         "top-1",
-        "transform",
+        "measured",
     ]
     return tabulate(lines, head, tablefmt="github", disable_numparse=True)
 
@@ -429,17 +453,17 @@ def main(argv: list[str] | None = None) -> int:
             transforms["calibrated"] = _calibration(args, model, encode, progress).transforms
         harness = Harness(model, args.offset, args.every)
         harness.transforms = transforms
-        digests = {source: digest(t) for source, t in transforms.items()}
+        names = {s: FORMATS[s].name(transforms) for s in args.schemes}
         task = progress.add_task("Measuring", total=len(rows) * len(windows))
 
         def on_window(results: dict[Row, Result]) -> None:
             if args.out:
-                _write(args, results, digests)
+                _write(args, results, names, windows)
 
         results = measure(harness, rows, windows, on_window, lambda: progress.advance(task))
     counts = ", ".join(f"{sum(w.kind == k for w in windows)} {k}" for k in dict.fromkeys(w.kind for w in windows))
     print(f"{args.model}: {counts} windows of {len(windows[0].ids)} tokens, positions from {args.offset}\n")
-    print(table(results, model.config.get_text_config().head_dim, digests))
+    print(table(results, model.config.get_text_config().head_dim, names))
     return 0
 
 
@@ -451,14 +475,21 @@ def _calibration(args: argparse.Namespace, model: Any, encode: texts.Encode, pro
     return calibrate(model, [w.ids for w in found], progress=lambda done: progress.update(task, completed=done))
 
 
-def _write(args: argparse.Namespace, results: dict[Row, Result], digests: dict[str, str]) -> None:
+def _write(
+    args: argparse.Namespace, results: dict[Row, Result], names: dict[str, str], windows: Sequence[texts.Window]
+) -> None:
     content = {
         "arguments": {
             k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("out", "data")
         },
-        "machine": {"cpu": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
-        "transforms": digests,
-        "rows": {row.label: result.figures() for row, result in results.items() if result.positions},
+        "machine": {
+            "device": torch.cuda.get_device_name() if str(args.device).startswith("cuda") else platform.machine(),
+            "cores": os.cpu_count(),
+            "torch": torch.__version__,
+        },
+        "windows": Counter(w.kind for w in windows),
+        "measured": names,
+        "rows": {row.label: result.figures() for row, result in results.items() if result.windows},
     }
     args.out.write_text(json.dumps(content, indent=1) + "\n")
 

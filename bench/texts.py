@@ -17,6 +17,8 @@ SHIPPED = Path(__file__).parent / "data" / "text.txt"
 PURPOSES = ("calibration", "evaluation", "other")
 WIKITEXT_WINDOWS = {"calibration": 4, "evaluation": 6, "other": 4}
 AGENT_WINDOWS = {"calibration": 3, "evaluation": 4, "other": 3}
+# Of each kind of text in pooled figures, however many windows of it there are: the smallest evaluation set's own.
+WEIGHTS = {"wikitext": 6.0, "agent": 4.0, "shipped": 1.0}
 
 Encode = Callable[[str], list[int]]
 

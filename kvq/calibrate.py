@@ -28,6 +28,7 @@ FILE_FORMAT = "kvq-calibration"
 FILE_VERSION = 1
 SINKS = 4  # first tokens: their keys are unlike all others and stay native, so they do not count
 MIN_TOKENS = 256
+QUERY_BLOCK = 256  # queries whose attention is held at a time
 SCALE_RANGE = 64.0  # pair scales lie within 1/64..64 of their geometric mean, so that scaled queries stay in fp16 range
 MORE_NOISE = 1.2  # allowed by leaving pairs without an offset, relative to an offset on all of them
 NOISY = 1.0  # nats; see LayerReport.plain_noise
@@ -80,6 +81,8 @@ class AttentionInfo:
     head_dim: int
     weight: torch.Tensor  # of k_proj
     bias: torch.Tensor | None  # of k_proj, where it is the keys' offset before RoPE
+    value: nn.Module | None  # v_proj, where there is one
+    output: torch.Tensor | None  # weight of o_proj, where there is one
     module: nn.Module
 
 
@@ -106,6 +109,8 @@ def attention_layers(model: Any) -> list[AttentionInfo]:
                 head_dim=head_dim,
                 weight=module.k_proj.weight,
                 bias=None if bias is None or normed else bias.detach().float().view(kv_heads, head_dim),
+                value=getattr(module, "v_proj", None),
+                output=getattr(getattr(module, "o_proj", None), "weight", None),
                 module=module,
             )
         )
@@ -149,6 +154,17 @@ class Rotary:
             rotary_dim=2 * self.inv_freq.numel(),
             interleaved=self.interleaved,
         )
+
+    def turn(self, layer: AttentionInfo, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [heads, tokens, head_dim] float32 after RoPE, the first token at position 0."""
+        a, b = self.transform(layer, None).pair_dims.T.to(x.device)
+        angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * self.inv_freq
+        count = self.inv_freq.numel()
+        cos, sin = ((f(angle) * self.gain).to(x.device, x.dtype) for f in (torch.cos, torch.sin))
+        out = x.clone()
+        left, right = x[..., a[:count]], x[..., b[:count]]
+        out[..., a[:count]], out[..., b[:count]] = left * cos - right * sin, right * cos + left * sin
+        return out
 
 
 def _rope_parameters(model: Any) -> dict[str, Any]:
@@ -222,15 +238,56 @@ def transforms_from_model(model: Any) -> list[KeyTransform]:
 
 @dataclass
 class Moments:
-    """Sums over tokens of keys and queries before RoPE, float64 [kv_heads, head_dim] (queries: mean of the group)."""
+    """Weighted means of keys and queries before RoPE, float64 [kv_heads, head_dim] (queries: over a group's heads).
+
+    A pair of a query t and a key j weighs as much as an error of their score changes the layer's output, to first
+    order: p_tj^2 |W_o (v_j - o_t)|^2, where p are the attention probabilities and o the output of attention. The
+    first ``SINKS`` keys have no weight.
+    """
 
     key: torch.Tensor
     key_square: torch.Tensor
     query_square: torch.Tensor
+    weight: torch.Tensor  # [kv_heads, 1], the sum of the weights
 
     @staticmethod
     def zeros(layer: AttentionInfo) -> Moments:
-        return Moments(*(torch.zeros(layer.kv_heads, layer.head_dim, dtype=torch.float64) for _ in range(3)))
+        return Moments(*(torch.zeros(layer.kv_heads, d, dtype=torch.float64) for d in (*[layer.head_dim] * 3, 1)))
+
+    def add(self, query: torch.Tensor, key: torch.Tensor, weight: torch.Tensor) -> None:
+        """Queries [kv_heads, group, n, head_dim], keys [kv_heads, tokens, head_dim], [kv_heads, group, n, tokens]."""
+        of_key, of_query = weight.sum((1, 2)).double()[:, None], weight.sum(-1).flatten(1).double()[:, None]
+        key, query = key.double(), query.flatten(1, 2).double()
+        self.key += (of_key @ key)[:, 0].cpu()
+        self.key_square += (of_key @ key.square())[:, 0].cpu()
+        self.query_square += (of_query @ query.square())[:, 0].cpu()
+        self.weight += of_key.sum(-1).cpu()
+
+    def means(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mean key, mean squares of keys and of queries; heads without any weight have zeros."""
+        weight = self.weight.clamp(min=1e-300)
+        return self.key / weight, self.key_square / weight, self.query_square / weight
+
+
+def output_weights(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gram: torch.Tensor, scale: float, first: int
+) -> torch.Tensor:
+    """What an error of each score does to a layer's output (``Moments``), [kv_heads, group, n, tokens].
+
+    query [kv_heads, group, n, head_dim] of the tokens from index ``first`` on, key and value [kv_heads, tokens, .],
+    after RoPE; gram [kv_heads, group, d, d] of o_proj's columns.
+    """
+    scores = torch.einsum("hgtd,hjd->hgtj", query, key) * scale
+    own = torch.arange(first, first + query.shape[2], device=query.device)[:, None]
+    future = torch.arange(key.shape[1], device=query.device)[None] > own
+    probs = scores.masked_fill(future, -math.inf).softmax(-1)
+    out = torch.einsum("hgtj,hjd->hgtd", probs, value)
+    seen = torch.einsum("hgde,hje->hgjd", gram, value)
+    distance = torch.einsum("hgjd,hjd->hgj", seen, value)[:, :, None] - 2 * torch.einsum("hgjd,hgtd->hgtj", seen, out)
+    distance += torch.einsum("hgtd,hgde,hgte->hgt", out, gram, out)[..., None]
+    weight = probs.square() * distance.clamp(min=0)
+    weight[..., :SINKS] = 0
+    return weight
 
 
 def calibrate(
@@ -244,6 +301,7 @@ def calibrate(
 ) -> Calibration:
     """Measure a model's keys and queries on texts, or on random tokens, and choose the transform of every layer.
 
+    Every mean is weighted by what an error of a score does to the layer's output (``Moments``).
     Per head: ``mu`` is the mean key before RoPE. It is kept on the ``offset_pairs`` rotary pairs where it removes most
     noise (default: the fewest of 0, 16, 32, ... that leave a layer at most 1.2 times the noise of an offset on all
     pairs; decode pays for them). The scale of a pair is s = (E k'^2 / E q^2)^(1/4), k' being the key less its
@@ -263,7 +321,7 @@ def calibrate(
     layers = attention_layers(model)
     ropes = [rotary(model, layer.module) for layer in layers]
     moments = [Moments.zeros(layer) for layer in layers]
-    hooks = [hook for layer, m in zip(layers, moments, strict=True) for hook in _hooks(layer, m)]
+    hooks = [hook for parts in zip(layers, ropes, moments, strict=True) for hook in _hooks(*parts)]
     counted = done = 0
     device = next(model.parameters()).device
     try:
@@ -279,9 +337,7 @@ def calibrate(
             hook.remove()
     if counted < MIN_TOKENS:
         raise ValueError(f"texts have {counted} tokens besides the first {SINKS} of each window; needed: {MIN_TOKENS}")
-    chosen = [
-        _choose(layer, rope, m, counted, offset_pairs) for layer, rope, m in zip(layers, ropes, moments, strict=True)
-    ]
+    chosen = [_choose(layer, rope, m, offset_pairs) for layer, rope, m in zip(layers, ropes, moments, strict=True)]
     report = [LayerReport(i, plain, noise, t.num_pairs) for i, (t, plain, noise) in enumerate(chosen)]
     return Calibration([t for t, _, _ in chosen], report, model_digest(model), done)
 
@@ -292,22 +348,50 @@ def random_tokens(model: Any, length: int, count: int = 2) -> list[torch.Tensor]
     return [torch.randint(_config(model).vocab_size, (length,), generator=generator) for _ in range(count)]
 
 
-def _hooks(layer: AttentionInfo, moments: Moments) -> Iterator[torch.utils.hooks.RemovableHandle]:
-    def heads(output: torch.Tensor) -> torch.Tensor:
-        """Projected [1, tokens, heads * head_dim] or normed [1, tokens, heads, head_dim], without the first tokens."""
-        return output.detach().flatten(2).unflatten(2, (-1, layer.head_dim))[0, SINKS:].double()
+def _hooks(layer: AttentionInfo, rope: Rotary, moments: Moments) -> Iterator[torch.utils.hooks.RemovableHandle]:
+    """Hooks that note a layer's queries, keys and values, and add them to ``moments`` once its attention is done."""
+    seen: dict[str, torch.Tensor] = {}
 
-    def on_key(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
-        k = heads(output)
-        moments.key += k.sum(0).cpu()
-        moments.key_square += k.square().sum(0).cpu()
+    def note(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+            # projected [1, tokens, heads * head_dim] or normed [1, tokens, heads, head_dim]; heads of values may differ
+            heads = layer.kv_heads if name == "value" else output[0, 0].numel() // layer.head_dim
+            seen[name] = output.detach()[0].flatten(1).unflatten(1, (heads, -1)).transpose(0, 1).float()
 
-    def on_query(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
-        energy = heads(output).square().sum(0).unflatten(0, (layer.kv_heads, -1))
-        moments.query_square += energy.mean(1).cpu()
+        return hook
 
-    yield layer.key.register_forward_hook(on_key)
-    yield layer.query.register_forward_hook(on_query)
+    def finish(_module: nn.Module, _args: Any, _output: Any) -> None:
+        _add(layer, rope, moments, seen["query"], seen["key"], seen.get("value", seen["key"]))
+        seen.clear()
+
+    yield layer.key.register_forward_hook(note("key"))
+    yield layer.query.register_forward_hook(note("query"))
+    if layer.value is not None:
+        yield layer.value.register_forward_hook(note("value"))
+    yield layer.module.register_forward_hook(finish)
+
+
+def _add(
+    layer: AttentionInfo, rope: Rotary, moments: Moments, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Add one text: queries [heads, tokens, head_dim], keys and values [kv_heads, tokens, .] before RoPE."""
+    group = query.shape[0] // layer.kv_heads
+    scale = getattr(layer.module, "scaling", None) or layer.head_dim**-0.5
+    width = value.shape[-1]
+    if layer.output is not None and layer.output.shape[1] == query.shape[0] * width:
+        columns = layer.output.detach().float().view(-1, layer.kv_heads, group, width)
+        gram = torch.einsum("xhgd,xhge->hgde", columns, columns)
+    else:
+        gram = torch.eye(width, device=value.device).expand(layer.kv_heads, group, width, width)
+    turned_query, turned_key = rope.turn(layer, query), rope.turn(layer, key)
+    grouped = query.unflatten(0, (layer.kv_heads, group))
+    turned_query = turned_query.unflatten(0, (layer.kv_heads, group))
+    for first in range(0, key.shape[1], QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, key.shape[1])
+        weight = output_weights(
+            turned_query[:, :, first:last], turned_key[:, :last], value[:, :last], gram, scale, first
+        )
+        moments.add(grouped[:, :, first:last], key[:, :last], weight)
 
 
 def _token_windows(
@@ -324,13 +408,13 @@ def _token_windows(
 
 
 def _choose(
-    layer: AttentionInfo, rope: Rotary, moments: Moments, tokens: int, offset_pairs: int | None
+    layer: AttentionInfo, rope: Rotary, moments: Moments, offset_pairs: int | None
 ) -> tuple[KeyTransform, float, float]:
     """The transform of a layer, and the predicted noise of its scores without and with it."""
     dims = rope.transform(layer, None).pair_dims
-    mean = moments.key * rope.gain / tokens
-    square = (moments.key_square * rope.gain**2 / tokens)[:, dims].sum(-1)  # [kv_heads, pairs], as all below
-    query = (moments.query_square * rope.gain**2 / tokens)[:, dims].sum(-1)
+    mean, square, query = moments.means()
+    mean = mean * rope.gain
+    square, query = (x[:, dims].sum(-1) * rope.gain**2 for x in (square, query))  # [kv_heads, pairs], as all below
     variance = square - mean.square()[:, dims].sum(-1)
     tiny = 1e-9 * (1 + square.amax())
     square, variance, query = square.clamp(min=tiny), variance.clamp(min=tiny), query.clamp(min=tiny)

@@ -8,6 +8,7 @@ and a Hadamard matrix H spreads what is left. ``q . k`` is recovered exactly: ``
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,6 +108,11 @@ class KeyTransform:
         return int((self.pair_mu != 0).any(-1).sum(-1).max())
 
     @property
+    def is_identity(self) -> bool:
+        """Whether keys are stored as they are, but for the scheme's own rotation."""
+        return self.mu is None and self.pair_scale is None and self.rotate is None
+
+    @property
     def digest(self) -> str:
         """12 hex digits that name the transform; caches of different digests must never mix."""
         h = hashlib.sha256(
@@ -189,3 +195,14 @@ class KeyTransform:
 def format_name(scheme: QuantScheme, transform: KeyTransform | None) -> str:
     """Name of the stored format with its transform's digest, e.g. ``kvq-int4-v1`` or ``kvq-int4-v1+3f2a...``."""
     return scheme.format_name if transform is None else f"{scheme.format_name}+{transform.digest}"
+
+
+def measured_name(scheme: QuantScheme, transforms: Sequence[KeyTransform] | None = None) -> str:
+    """Name that figures of speed and of accuracy carry: the format, how it quantizes, and the layers' transforms.
+
+    E.g. ``kvq-int4-v1#5a01c2d3`` where no layer changes its keys, else ``kvq-int4-v1#5a01c2d3+97161209217d``.
+    """
+    name = f"{scheme.format_name}#{scheme.digest}"
+    if not transforms or all(t.is_identity for t in transforms):
+        return name
+    return f"{name}+{hashlib.sha256(''.join(t.digest for t in transforms).encode()).hexdigest()[:12]}"

@@ -12,6 +12,8 @@ from bench import accuracy, texts
 from bench.accuracy import FORMATS, PAGE, Harness, Row, measure, mixed_attention, native_start
 from kvq import reference
 from kvq.calibrate import calibrate, load_calibration, transforms_from_model
+from kvq.scheme import INT4
+from kvq.transform import measured_name
 
 transformers = pytest.importorskip("transformers")
 
@@ -133,9 +135,30 @@ def test_turn_rows_count_agent_sessions_only() -> None:
     turns, tokens = Row("int4-plain", "turns", 4), Row("int4-plain", "0", 4)
     plain_text = texts.Window("wikitext", window().ids)
     results = measure(harness, [turns, tokens], [plain_text, window()])
-    assert [kind for kind, _, _ in results[turns].by_window] == ["agent"]
-    assert results[turns].figures()["perplexity_error"] is None and results[tokens].figures()["perplexity_error"] >= 0
-    assert results[tokens].positions == 2 * results[turns].positions == 2 * (400 - accuracy.SCORE_FROM - 1)
+    assert [w.kind for w in results[turns].windows] == ["agent"]
+    assert [w.kind for w in results[tokens].windows] == ["wikitext", "agent"]
+
+
+def test_kinds_of_text_keep_their_weight_however_many_windows_they_have() -> None:
+    result = accuracy.Result({"wikitext": 6.0, "agent": 4.0})
+    for kind, kl in [("wikitext", 1.0), ("wikitext", 3.0), ("wikitext", 2.0), ("agent", 6.0), ("agent", 8.0)]:
+        result.windows.append(accuracy.WindowResult(kind, kl, loss=kl / 100, reference_loss=0.0, top1=0.5))
+    figures = result.figures()
+    assert figures["kl"] == pytest.approx(0.6 * 2 + 0.4 * 7)
+    assert figures["kl_error"] == pytest.approx((0.36 * 1 / 3 + 0.16 * 2 / 2) ** 0.5)
+    assert figures["perplexity_change"] == pytest.approx(math.expm1(0.04))
+    result.windows.pop()  # one window of a kind says nothing about how much they differ
+    assert result.figures()["kl_error"] is None
+
+
+def test_figures_carry_the_name_of_what_was_measured() -> None:
+    """Kernel tables print the same name for the same scheme and transforms."""
+    plain, biased = (transforms_from_model(tiny_model(bias)) for bias in (0.0, 3.0))
+    name = FORMATS["int4"].name
+    assert name({"bias": plain}) == measured_name(INT4) == f"kvq-int4-v1#{INT4.digest}"
+    assert name({"bias": biased}).startswith(f"{measured_name(INT4)}+")
+    assert name({"bias": biased}) != name({"bias": transforms_from_model(tiny_model(4.0))})
+    assert FORMATS["channel"].name({}) == "-"
 
 
 @pytest.mark.parametrize(

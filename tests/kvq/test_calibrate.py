@@ -149,20 +149,52 @@ def test_without_text_the_offset_is_the_bias_of_the_key_projection() -> None:
     assert all(t.mu is None for t in transforms_from_model(tiny("Qwen3", attention_bias=True, **rope())))
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
-def test_calibrated_offset_is_the_mean_key_before_rope_without_the_first_tokens(kind: str) -> None:
-    model, ids = tiny(kind, **rope()), tokens(700)
-    keys: list[torch.Tensor] = []
-    attention = model.model.layers[1].self_attn
-    source = attention.k_norm if kind == "Qwen3" else attention.k_proj
-    hook = source.register_forward_hook(lambda _m, _a, out: keys.append(out.detach().reshape(-1, 2, 64)[SINKS:]))
+@pytest.mark.parametrize(("kind", "options"), [("Qwen2", rope()), ("Qwen3", rope()), ("Cohere", rope())])
+def test_calibrated_offset_is_the_mean_key_weighted_by_what_its_scores_do_to_the_output(
+    kind: str, options: dict[str, Any]
+) -> None:
+    """The weight of a key, as the gradient of the layer's output by the scores gives it, in a plain loop."""
+    model, ids = tiny(kind, **options), tokens(300)
+    transform = calibrate(model, [ids], offset_pairs=32).transforms[0]
+    attention = model.model.layers[0].self_attn
+    seen: dict[str, torch.Tensor] = {}
+    sources = {
+        "q": getattr(attention, "q_norm", attention.q_proj),
+        "k": getattr(attention, "k_norm", attention.k_proj),
+        "v": attention.v_proj,
+    }
+    for name, source in sources.items():
+        source.register_forward_hook(
+            lambda _m, _a, out, name=name: seen.update({name: out.detach().reshape(300, -1, 64)})
+        )
     with torch.no_grad():
-        model(ids[None, :400])
-        model(ids[None, 400:])
-    hook.remove()
-    transform = calibrate(model, [ids], window=400, offset_pairs=32).transforms[1]
+        model(ids[None])
+    layer = attention_layers(model)[0]
+    own = rotary(model, attention).transform(layer, None)
+    angle = torch.arange(300.0, dtype=torch.float64)[:, None] * own.pair_freq
+    a, b = own.pair_dims.T
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out[..., a] = x[..., a] * angle.cos()[:, None] - x[..., b] * angle.sin()[:, None]
+        out[..., b] = x[..., b] * angle.cos()[:, None] + x[..., a] * angle.sin()[:, None]
+        return out
+
+    q, k, v = (seen[n].double() for n in "qkv")
+    q, turned = turn(q), turn(k)
+    expected = torch.zeros(2, 64, dtype=torch.float64)
+    for kv_head in range(2):
+        weight = torch.zeros(300, dtype=torch.float64)
+        for head in (2 * kv_head, 2 * kv_head + 1):
+            columns = attention.o_proj.weight.detach().double()[:, head * 64 : head * 64 + 64]
+            for t in range(300):
+                p = (turned[: t + 1, kv_head] @ q[t, head] / 8).softmax(0)
+                away = v[: t + 1, kv_head] - p @ v[: t + 1, kv_head]
+                weight[: t + 1] += p.square() * (away @ columns.T).square().sum(-1)
+        weight[:SINKS] = 0
+        expected[kv_head] = weight @ k[:, kv_head] / weight.sum()
     assert transform.mu is not None
-    assert torch.allclose(transform.mu, torch.cat(keys).mean(0), atol=1e-5)
+    assert torch.allclose(transform.mu.double(), expected, atol=2e-4)
 
 
 def test_offset_pairs_are_the_ones_that_remove_most_noise() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,12 +104,35 @@ def test_errors_are_within_half_a_step(kind: TensorScheme) -> None:
     codes, scale, zero = reference.quantize_rows(x, kind)
     error = (reference.dequantize_rows(codes, scale, zero, kind, torch.float32) - x).abs()
     inside = (codes > 0) & (codes < kind.levels - 1)
-    # half a step, and the fp16 rounding of scale and zero over the codes
-    assert (error <= scale.float().abs() * (0.5 + kind.levels * 2.0**-10) + 4e-3)[inside].all()
+    # half a step, the fp16 rounding of scale and zero over the codes, and what the fit moves a step by
+    fit = 0.25 if kind.clip < 1 else 0.0
+    assert (error <= scale.float().abs() * (0.5 + fit + kind.levels * 2.0**-10) + 4e-3)[inside].all()
     edge = (1 - kind.clip) / 2 * (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True))
     if kind.symmetric:  # the end opposite to the largest element has one code less
         edge = (1 - kind.clip) * x.abs().amax(-1, keepdim=True) + scale.float().abs()
-    assert (error <= edge + scale.float().abs() * (0.5 + kind.levels * 2.0**-10) + 4e-3).all()
+    assert (error <= edge + scale.float().abs() * (0.5 + fit + kind.levels * 2.0**-10) + 4e-3).all()
+
+
+@pytest.mark.parametrize("kind", [INT4.key, INT4_SYM.key], ids=["int4", "int4-sym"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_fitted_rows_neither_shrink_nor_grow(kind: TensorScheme, head_dim: int) -> None:
+    """A query along a key scores with the stored key what it scores with the key itself: else recent ones win."""
+    x = torch.randn(500, 2, head_dim, generator=torch.Generator().manual_seed(0)) * 3 + (0.0 if kind.symmetric else 2.0)
+    stored = reference.dequantize_rows(*reference.quantize_rows(x, kind), kind, torch.float32)
+    centred, mean = (x, 0.0) if kind.symmetric else (x - x.mean(-1, keepdim=True), x.mean(-1, keepdim=True))
+    ratio = (centred * (stored - mean)).sum(-1) / centred.square().sum(-1)
+    assert (ratio - 1).abs().max() < 1e-3
+    if not kind.symmetric:
+        assert (stored.mean(-1) - x.mean(-1)).abs().max() < 4e-3
+    plain = replace(kind, clip=1.0)
+    unfitted = reference.dequantize_rows(*reference.quantize_rows(x, plain), plain, torch.float32)
+    assert rms(stored - x) < rms(unfitted - x)
+
+
+def test_rows_far_from_zero_keep_the_zero_that_their_codes_were_made_for() -> None:
+    x = 1000.0 + torch.rand(50, 2, 64, generator=torch.Generator().manual_seed(0))
+    stored = reference.dequantize_rows(*reference.quantize_rows(x, INT4.key), INT4.key, torch.float32)
+    assert (stored - x).abs().max() < 0.1  # fp16 steps at 1000 are 0.5
 
 
 @every_kind
