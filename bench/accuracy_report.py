@@ -49,12 +49,12 @@ BARS = (
 def command(arguments: dict[str, Any]) -> str:
     """The options of a run that are not defaults, as they were given."""
     options = [f"--model {arguments['model']}"]
-    for name, default in (("offset", 0), ("texts", "evaluation"), ("limit", None), ("more", 1), ("every", 1)):
-        if arguments[name] != default:
-            options.append(f"--{name} {arguments[name]}")
-    for name, default in (("windows", ["0"]), ("first", [4]), ("schemes", list(FORMATS))):
-        if arguments[name] != default:
-            options.append(f"--{name} {','.join(map(str, arguments[name]))}")
+    defaults: dict[str, Any] = {"offset": 0, "texts": "evaluation", "limit": None, "more": 1, "every": 1}
+    defaults |= {"windows": ["0"], "first": [4], "schemes": list(FORMATS)}
+    for name, default in defaults.items():
+        value = arguments[name]
+        if value != default:
+            options.append(f"--{name} {','.join(map(str, value)) if isinstance(value, list) else value}")
     if arguments["calibration"] not in (None, "None"):
         options.append("--calibration FILE")
     return "python -m bench.accuracy " + " ".join(options)
