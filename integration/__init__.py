@@ -18,7 +18,8 @@ __all__ = ["Handle", "IntegrationError", "adisable", "aenable", "astatus", "disa
 class Handle:
     """Retention on one engine. As a context manager it is disabled at the end, also of an `async with`."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, engine: Any, connection: Any) -> None:
+        self._engine = engine
         self.connection = connection
 
     def status(self) -> dict[str, Any]:
@@ -39,6 +40,7 @@ class Handle:
 
     def disable(self) -> dict[str, Any]:
         """Restore the engine; returns its last status. Idempotent."""
+        _listen(self._engine, False)
         return self.connection.call("disable")
 
     def __enter__(self) -> Handle:
@@ -51,7 +53,7 @@ class Handle:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self.connection.acall("disable")
+        await adisable(self._engine)
 
 
 def enable(llm: Any, retention: bool = True, **settings: Any) -> Handle:
@@ -68,24 +70,30 @@ def enable(llm: Any, retention: bool = True, **settings: Any) -> Handle:
     """
     connection = _connect(llm)
     connection.call("enable", **_config(retention, settings))
-    return Handle(connection)
+    _listen(llm, True)
+    return Handle(llm, connection)
 
 
 async def aenable(llm: Any, retention: bool = True, **settings: Any) -> Handle:
     """`enable` for an AsyncLLM."""
     connection = _connect(llm)
     await connection.acall("enable", **_config(retention, settings))
-    return Handle(connection)
+    _listen(llm, True)
+    return Handle(llm, connection)
 
 
 def disable(llm: Any) -> dict[str, Any]:
     """End all leases and restore the engine exactly; returns the last status. Idempotent."""
-    return _connect(llm).call("disable")
+    connection = _connect(llm)
+    _listen(llm, False)
+    return connection.call("disable")
 
 
 async def adisable(llm: Any) -> dict[str, Any]:
     """`disable` for an AsyncLLM."""
-    return await _connect(llm).acall("disable")
+    connection = _connect(llm)
+    _listen(llm, False)
+    return await connection.acall("disable")
 
 
 def status(llm: Any) -> dict[str, Any]:
@@ -110,6 +118,14 @@ def _connect(llm: Any) -> Any:
     from integration.client import connect
 
     return connect(llm)
+
+
+def _listen(engine: Any, on: bool) -> None:
+    """Have the engine's front end, where it is in this process, tell the core about tool calls in finished outputs."""
+    from integration import frontend
+
+    if hasattr(getattr(engine, "llm_engine", engine), "output_processor"):
+        (frontend.attach if on else frontend.detach)(engine)
 
 
 def _config(retention: bool, settings: dict[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,9 @@ def _tool_called(scheduler: Any, payload: dict[str, Any]) -> dict[str, Any]:
 
     calls = payload.get("calls") or ()
     if not isinstance(calls, (list, tuple)) or not all(isinstance(c, Mapping) and _text(c.get("name")) for c in calls):
-        raise IntegrationError(f'calls must be a list of {{"name": text, "arguments": ...}}, got {calls!r:.80}')
+        raise IntegrationError(
+            f'calls must be a list of {{"name": text, "arguments" or "args_class": ...}}, got {calls!r:.80}'
+        )
     request_id, program_id = payload.get("request_id"), payload.get("program_id")
     if (request_id is None) == (program_id is None):
         raise IntegrationError("tool_called needs request_id or program_id, and not both")
@@ -91,7 +93,7 @@ def _tool_called(scheduler: Any, payload: dict[str, Any]) -> dict[str, Any]:
         return {"known": False}
     return retention.guarded(
         retention.tool_called,
-        [ToolCall(c["name"][:64], args_class(c.get("arguments"))) for c in calls],
+        [ToolCall(c["name"][:64], str(c.get("args_class") or args_class(c.get("arguments")))[:64]) for c in calls],
         request_id=request_id,
         program_id=program_id,
         tenant=payload.get("tenant") or "",

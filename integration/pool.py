@@ -256,12 +256,16 @@ class RetainedPool:
         """Whether some lease does."""
         return self._reference_leases > 0
 
+    @property
+    def unretained(self) -> int:
+        """Free blocks that an allocation may take without asking the policy."""
+        return self.queue.unretained if self.queue is not None else self._pool.get_num_free_blocks()
+
     def state(self, taken: int = 0) -> PoolState:
         """The pool and the queue, as the policy wants to know them."""
-        free = self.queue.unretained if self.queue is not None else self._pool.get_num_free_blocks()
         return PoolState(
             total_blocks=self._pool.num_gpu_blocks - 1,
-            free_blocks=max(0, free - taken),
+            free_blocks=max(0, self.unretained - taken),
             waiting_requests=len(self._scheduler.waiting),
             waiting_blocks=self._total_waiting_blocks,
             running_requests=len(self._scheduler.running),

@@ -132,9 +132,11 @@ class Retention:
         self._guard = {name: Guard(name, self.fail) for name in ("arrive", "tick", "output", "receipt", "reset", "rpc")}
         unordered = compat.check_queue(FreeKVCacheBlockQueue)
         if type(manager.block_pool.free_block_queue) is not FreeKVCacheBlockQueue:
-            unordered.append(f"it is a {type(manager.block_pool.free_block_queue).__name__}")
+            unordered += (f"it is a {type(manager.block_pool.free_block_queue).__name__}",)
         if unordered:
-            log.warning("the free queue of this vLLM cannot be ordered (%s): leases hold references", unordered)
+            log.warning(
+                "the free queue of this vLLM cannot be ordered (%s): leases hold references", ", ".join(unordered)
+            )
         self._patches = Patches()
         self.pool = RetainedPool(
             scheduler,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from functools import lru_cache
 from types import ModuleType
 
 CORE_MODULE = "vllm.v1.engine.core"
@@ -78,12 +78,11 @@ def vllm_version() -> str:
         return ""
 
 
-def missing(modules: Sequence[str] | None = None) -> list[str]:
-    """What the installed vLLM lacks of the contract, () if retention can work with it. modules: only these."""
+@lru_cache(maxsize=1)
+def missing() -> tuple[str, ...]:
+    """What the installed vLLM lacks of the contract, () if retention can work with it."""
     problems: list[str] = []
     for (module_name, class_name), calls in CALLS.items():
-        if modules is not None and module_name not in modules:
-            continue
         owner = _class(module_name, class_name, problems)
         if owner is None:
             continue
@@ -94,22 +93,21 @@ def missing(modules: Sequence[str] | None = None) -> list[str]:
             elif not _accepts(function, arguments + 1):
                 problems.append(f"{class_name}.{method} with {arguments} arguments")
     for (module_name, class_name), names in ATTRIBUTES.items():
-        if modules is not None and module_name not in modules:
-            continue
         owner = _class(module_name, class_name, problems)
         if owner is None:
             continue
         source = _source(owner)
         problems += [f"{class_name}.{name.rstrip('=')}" for name in names if source and name not in source]
-    return sorted(set(problems))
+    return tuple(sorted(set(problems)))
 
 
-def check_queue(queue_class: type) -> list[str]:
-    """Why the free queue of this vLLM cannot be ordered, [] if it can."""
+@lru_cache(maxsize=4)
+def check_queue(queue_class: type) -> tuple[str, ...]:
+    """Why the free queue of this vLLM cannot be ordered, () if it can."""
     source = _source(queue_class)
     problems = [name for name in QUEUE_LINKS if name not in source]
     methods = {name for name in vars(queue_class) if callable(vars(queue_class)[name]) and not name.startswith("__")}
-    return problems + sorted(f"{name} is new" for name in methods - QUEUE_METHODS)
+    return (*problems, *sorted(f"{name} is new" for name in methods - QUEUE_METHODS))
 
 
 def _class(module_name: str, class_name: str, problems: list[str]) -> type | None:
