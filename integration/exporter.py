@@ -24,6 +24,11 @@ log = logging.getLogger(__name__)
 REFRESH_S = 1.0
 DEFAULT_PORT = 9400
 _SUM, _COUNT = "_sum", "_count"
+_METRICS = {
+    "kvq_enabled": ("gauge", "", "1 while retention is on"),
+    "kvq_faults_total": ("counter", "", "faults in kvq's hooks; after one, retention is off and the engine goes on"),
+    **METRICS,
+}
 
 
 class Snapshot:
@@ -104,7 +109,7 @@ class Collector:
         metrics = self._snapshot.metrics
         if not metrics:
             return
-        for name, (kind, label, text) in METRICS.items():
+        for name, (kind, label, text) in _METRICS.items():
             value = metrics.get(name, {} if label else 0.0)
             if name.endswith(_COUNT):
                 continue

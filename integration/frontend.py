@@ -218,17 +218,17 @@ class _Listener:
         result = self._add_request(request, *args, **kwargs)
         state = self._processor.request_states.get(request.request_id)
         if state is not None:
-            extra = getattr(request.sampling_params, "extra_args", None)
-            state._kvq_program = bool(extra and extra.get("kvq_program_id")) or bool(
-                getattr(request, "session_id", None)
-            )
+            extra = getattr(request.sampling_params, "extra_args", None) or {}
+            known = extra.get("kvq_program_id") or getattr(request, "session_id", None)
+            hinted = extra.get("kvq_tool_name") or extra.get("kvq_tool_pending")
+            state._kvq_asks = bool(known and not hinted)  # also if it calls no tool: a person is next then
         return result
 
     def _finished(self, state: Any) -> None:
         self._finish_request(state)
         try:
             calls = tool_calls(state.detokenizer, self._processor.tokenizer)
-            if calls is not None and (calls or getattr(state, "_kvq_program", False)):
+            if calls is not None and (calls or getattr(state, "_kvq_asks", False)):
                 self._tell(state.request_id, calls)
         except Exception:
             self.close()
