@@ -82,13 +82,13 @@ class Settings:
     first: tuple[int, int] = (2048, 4096)
     tool_result: tuple[int, int] = (128, 768)
     output: int = 32
-    windows: dict[float, float] = field(default_factory=lambda: {16.0: 28.0, 4.0: 14.0, 1.0: 10.0})
+    windows: dict[float, float] = field(default_factory=lambda: {16.0: 22.0, 4.0: 12.0, 1.0: 8.0})
     tools: str = "coding"
     tool_scale: float = 1.0
     step_tokens: int = 2048
     overhead_batch: int = 64
     overhead_steps: int = 100
-    overhead_rounds: int = 5
+    overhead_rounds: int = 4
 
 
 SMALL = Settings(
