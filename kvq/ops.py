@@ -301,8 +301,8 @@ def decode_pages(
     if out is not None and out.dtype not in (query.dtype, torch.float32):
         raise TypeError(f"out is {out.dtype}; allowed: {query.dtype}, float32")
     scale = head_dim**-0.5 if scale is None else scale
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; it must be finite")
+    if not (math.isfinite(scale) and scale >= 0):
+        raise ValueError(f"scale is {scale}; it must be finite and at least 0")
     if check == "sync":
         max_len = None if plan is None else plan.max_seq_len
         check_lengths("seq_lens", seq_lens, pages, layout, block_tables, transform, position_offset, max_len)
@@ -395,4 +395,5 @@ def token_scheme(bits: int, symmetric: bool | None, rotate: bool | None) -> Tens
         symmetric=bits == 8 if symmetric is None else symmetric,
         rotate=turned,
         clip=0.95 if bits == 4 and turned else 1.0,
+        fit=bits == 4 and turned,
     )

@@ -104,9 +104,9 @@ def quantize_rows(
     of the largest size). About the mean and not the middle, so that a row of zeros with one spike keeps its zeros.
     Asymmetric: zero = low end rounded down to fp16, scale = (high end - zero) / (2^bits - 1), x = scale * code + zero.
     Symmetric: scale = -clip * (element of largest size) / 2^(bits-1), x = scale * (code - 2^(bits-1)); the sign of the
-    scale gives the largest element the one code that has no opposite. With clip < 1 the scale, and zero, are then
-    fitted to the codes (``fit_rows``). A constant row has scale 0 and stores its value in the zero; a zero row decodes
-    to zeros. Values beyond fp16 are clamped.
+    scale gives the largest element the one code that has no opposite. With ``fit`` scale and zero are then fitted to
+    the codes (``fit_rows``). A constant row has scale 0 and stores its value in the zero; a zero row decodes to zeros.
+    Values beyond fp16 are clamped.
     """
     top = scheme.levels - 1
     x = x.clamp(-FP16_MAX, FP16_MAX)
@@ -124,7 +124,7 @@ def quantize_rows(
     steps = (x - base) * inverse
     codes = (steps.round() + bias).clamp(0, top)
     zero = None if scheme.symmetric else base.half()
-    if scheme.clip < 1:
+    if scheme.fit:
         scale, zero = fit_rows(steps, codes - bias, scale, zero, mean, lo, hi, dim)
     return codes.to(torch.uint8), scale, zero
 

@@ -105,7 +105,7 @@ def test_errors_are_within_half_a_step(kind: TensorScheme) -> None:
     error = (reference.dequantize_rows(codes, scale, zero, kind, torch.float32) - x).abs()
     inside = (codes > 0) & (codes < kind.levels - 1)
     # half a step, the fp16 rounding of scale and zero over the codes, and what the fit moves a step by
-    fit = 0.25 if kind.clip < 1 else 0.0
+    fit = 0.25 if kind.fit else 0.0
     assert (error <= scale.float().abs() * (0.5 + fit + kind.levels * 2.0**-10) + 4e-3)[inside].all()
     edge = (1 - kind.clip) / 2 * (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True))
     if kind.symmetric:  # the end opposite to the largest element has one code less
@@ -124,9 +124,9 @@ def test_fitted_rows_neither_shrink_nor_grow(kind: TensorScheme, head_dim: int) 
     assert (ratio - 1).abs().max() < 1e-3
     if not kind.symmetric:
         assert (stored.mean(-1) - x.mean(-1)).abs().max() < 4e-3
-    plain = replace(kind, clip=1.0)
+    plain = replace(kind, fit=False)
     unfitted = reference.dequantize_rows(*reference.quantize_rows(x, plain), plain, torch.float32)
-    assert rms(stored - x) < rms(unfitted - x)
+    assert rms(stored - x) < 1.005 * rms(unfitted - x)
 
 
 def test_rows_far_from_zero_keep_the_zero_that_their_codes_were_made_for() -> None:
