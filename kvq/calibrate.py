@@ -275,7 +275,8 @@ def output_weights(
     """What an error of each score does to a layer's output (``Moments``), [kv_heads, group, n, tokens].
 
     query [kv_heads, group, n, head_dim] of the tokens from index ``first`` on, key and value [kv_heads, tokens, .],
-    after RoPE; gram [kv_heads, group, d, d] of o_proj's columns.
+    after RoPE; gram [kv_heads, group, d, d] of o_proj's columns. Attention is taken to be causal and no more: sliding
+    windows, soft caps and learned sinks change the weights, not what is measured.
     """
     scores = torch.einsum("hgtd,hjd->hgtj", query, key) * scale
     own = torch.arange(first, first + query.shape[2], device=query.device)[:, None]
@@ -361,7 +362,8 @@ def _hooks(layer: AttentionInfo, rope: Rotary, moments: Moments) -> Iterator[tor
         return hook
 
     def finish(_module: nn.Module, _args: Any, _output: Any) -> None:
-        _add(layer, rope, moments, seen["query"], seen["key"], seen.get("value", seen["key"]))
+        if "query" in seen and "key" in seen:  # layers that read another layer's keys have none
+            _add(layer, rope, moments, seen["query"], seen["key"], seen.get("value", seen["key"]))
         seen.clear()
 
     yield layer.key.register_forward_hook(note("key"))
