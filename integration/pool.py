@@ -24,6 +24,7 @@ from retention.pins import Victim
 from retention.policy import Policy
 
 FIRST = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+RUNNING = RequestStatus.RUNNING
 
 
 class RetainedQueue(FreeKVCacheBlockQueue):
@@ -211,7 +212,7 @@ class RetainedPool:
         self.queue = RetainedQueue.order(self._pool.free_block_queue, self._holds) if ordered else None
         self._patches = Patches()
         self._patches.wrap(manager, "get_computed_blocks", self._look_up)
-        self._patches.wrap(manager, "allocate_slots", self._allocate)
+        self._allocate_hook = self._patches.wrap_directly(manager, "allocate_slots", self._allocate)
         self._patches.wrap(scheduler, "_free_blocks", self._free)
         if ordered:
             self._patches.wrap(self._pool, "get_new_blocks", self._take)
@@ -245,6 +246,14 @@ class RetainedPool:
             place -= 1
         if place < len(waiting) - 1:
             waiting.insert(place, waiting.pop())
+
+    def before_step(self) -> None:
+        """Optional, before the scheduler's `schedule`: spares steps that only decode the hook of their allocations."""
+        if self._reference_leases or len(self._scheduler.requests) > len(self._scheduler.running):
+            self._allocate_hook.on()
+        else:
+            self._allocate_hook.off()
+            self._allocating = None
 
     def tick(self, taken: int = 0) -> None:
         """Let the policy's time pass. taken: unretained free blocks that are as good as gone."""
@@ -393,31 +402,51 @@ class RetainedPool:
     def _allocate(
         self, original: Callable[..., Any], request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
+        self._allocating = request
+        if request.status is RUNNING:
+            result = original(request, num_new_tokens, *args, **kwargs)
+            if result is not None or not self._reference_leases:
+                return result
+            return self._retry(original, request, num_new_tokens, args, kwargs, first=False)
+        if not self._patches.live:
+            return original(request, num_new_tokens, *args, **kwargs)
         first = request.status in FIRST
         held = False
         with self._admitting:
-            self._allocating = request
             held = first and not self.policy.admits(request.request_id)
         if held:
             return None
         result = original(request, num_new_tokens, *args, **kwargs)
-        factor = 1
-        while result is None and self._make_way(request, num_new_tokens, kwargs, first, factor):
-            factor *= 2
-            result = original(request, num_new_tokens, *args, **kwargs)
-        with self._starting:
-            self._allocating = None
-            if first and result is not None:
+        if result is None:
+            result = self._retry(original, request, num_new_tokens, args, kwargs, first)
+        if first and result is not None:
+            with self._starting:
                 cached_tokens = kwargs.get("num_new_computed_tokens", 0)
                 self._forget(request.request_id)
                 self._started(request, cached_tokens)
                 self.drop(self.policy.turn_started(request.request_id, cached_tokens))
         return result
 
+    def _retry(
+        self,
+        original: Callable[..., Any],
+        request: Request,
+        num_new_tokens: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        first: bool,
+    ) -> Any:
+        """After a refusal: as long as giving up leases helps. The demand doubles, so it ends soon."""
+        result, factor = None, 1
+        while result is None and self._make_way(request, num_new_tokens, kwargs, first, factor):
+            factor *= 2
+            result = original(request, num_new_tokens, *args, **kwargs)
+        return result
+
     def _make_way(
         self, request: Request, num_new_tokens: int, kwargs: dict[str, Any], first: bool, factor: int
     ) -> bool:
-        """After a refused allocation: give up leases that hold references, if that can help. Whether to try again."""
+        """Give up leases that hold references, if that can help. Whether to try again."""
         if not self._reference_leases or (first and not self.retry):
             return False
         victims: Sequence[Victim] = ()
@@ -452,7 +481,7 @@ class RetainedPool:
                 Demand(
                     short,
                     request.request_id if request is not None else "",
-                    running=request is not None and request.status == RequestStatus.RUNNING,
+                    running=request is not None and request.status is RUNNING,
                     stalled=not self._scheduler.running,
                 )
             )

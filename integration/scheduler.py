@@ -281,7 +281,7 @@ class Retention:
                 ended.aborted = False
                 self._retain_late(request_id, ended, told)
         elif ended.owner.program_id:
-            self.pool.drop(self.policy.tool_called(ended.owner, told))
+            self.pool.drop(self.policy.tool_called(ended.owner, told, ended.hints))
         elif told:
             self._retain_late(request_id, ended, told)
         return {"known": True}
@@ -317,6 +317,7 @@ class Retention:
             now = self._clock()
             if now >= self._next_tick or not self._scheduler.running:
                 self._tick(now)
+            self.pool.before_step()
         return original(*args, **kwargs)
 
     def _update_from_output(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

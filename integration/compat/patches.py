@@ -1,44 +1,60 @@
-"""Hooks on objects of vLLM, each replaced method recorded so that removing them is exact."""
+"""Hooks on objects of vLLM: methods of single objects, replaced so that removing them is exact."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _ABSENT = object()
 
 
-class Patches:
-    """Replaces methods of single objects. `hook(original, *args, **kwargs)` is called instead of the method.
+class Hook:
+    """`hook(original, *args, **kwargs)` is called instead of one method of one object, while it is on."""
 
-    remove() puts everything back. Where somebody else has wrapped a method after us, theirs stays, and what is left of
-    ours below it only calls on.
-    """
+    def __init__(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        self._owner, self._name, self._hook = owner, name, hook
+        self._before: object = _ABSENT
+        self._placed: Callable[..., Any] | None = None
+        self.on()
+
+    def on(self) -> None:
+        """Idempotent."""
+        if self._placed is None:
+            self._before = vars(self._owner).get(self._name, _ABSENT)
+            self._placed = partial(self._hook, getattr(self._owner, self._name))
+            setattr(self._owner, self._name, self._placed)
+
+    def off(self) -> None:
+        """The method is what it was. Where somebody else has wrapped it after us, theirs stays and calls ours. Idempotent."""
+        if self._placed is not None and vars(self._owner).get(self._name) is self._placed:
+            if self._before is _ABSENT:
+                delattr(self._owner, self._name)
+            else:
+                setattr(self._owner, self._name, self._before)
+            self._placed = None
+
+
+class Patches:
+    """The hooks of one owner of hooks. After `remove` those that could not come off only call on."""
 
     def __init__(self) -> None:
-        self._placed: list[tuple[Any, str, object, Callable[..., Any]]] = []
+        self._hooks: list[Hook] = []
         self.live = True
 
-    def wrap(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
+    def wrap(self, owner: Any, name: str, hook: Callable[..., Any]) -> Hook:
+        def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return hook(original, *args, **kwargs) if self.live else original(*args, **kwargs)
 
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            if not self.live:
-                return original(*args, **kwargs)
-            return hook(original, *args, **kwargs)
+        return self.wrap_directly(owner, name, checked)
 
-        hooked.__name__ = hooked.__qualname__ = f"kvq_{name}"
-        self._placed.append((owner, name, vars(owner).get(name, _ABSENT), hooked))
-        setattr(owner, name, hooked)
+    def wrap_directly(self, owner: Any, name: str, hook: Callable[..., Any]) -> Hook:
+        """For what is called thousands of times a second: the hook itself looks at `live`."""
+        self._hooks.append(Hook(owner, name, hook))
+        return self._hooks[-1]
 
     def remove(self) -> None:
         """Idempotent."""
         self.live = False
-        while self._placed:
-            owner, name, before, hooked = self._placed.pop()
-            if vars(owner).get(name) is not hooked:
-                continue
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+        while self._hooks:
+            self._hooks.pop().off()
