@@ -60,13 +60,14 @@ class DecodePlan:
             config = pick(layout, self.row_block, max_seqs * self.max_pages, pairs=pairs, device=self.device)
         self.config = config
         blocks = layout.kv_heads * -(-self.rows // self.row_block)
-        self.target = max(1, int(self.config.programs * processors / blocks))
-        self.max_items = max(self.target, max_seqs)
+        self.places = max(1, int(self.config.programs * processors / blocks))
+        self.max_items = self.places + max_seqs
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
         self.items = empty(self.max_items, ITEM)
+        self.place_item = empty(self.places + 1)
         self.seq_info = empty(max_seqs, 2)
         lists = (max_seqs, self.max_pages) if hot else (1, 1)
         self.page_list, self.page_index = empty(*lists), empty(*lists)

@@ -1,13 +1,16 @@
 """Paged attention decode over quantized pages, with native ("hot") pages and split-KV, in one launch and a merge.
 
-Scores are computed transposed, S^T = K q^T, so that tokens fill the 16 rows of an MMA tile and the GQA group its 8 (or
-16) columns: half the tensor and softmax work of padding the group to 16 rows. For a tile of N tokens, with codes
-u = magic + n, scales (ks, kz), (vs, vz) a token, and q already rotated and scaled to at most 1 in size:
+For groups up to 8 scores are computed transposed, S^T = K q^T, so that tokens fill the 16 rows of an MMA tile and the
+GQA group its 8 columns: half the tensor and softmax work of padding the group to 16 rows. TOKENS is the axis of tokens
+in a tile of scores: 0 for those, 1 for S = q K^T. In comments tiles are written as if it were 0.
 
-    s     = (u_k . q - qc) ks sm + qs kz + o      qc: the magic offsets times q; sm: softmax scale * log2 e * max |q|
-    p     = exp2(s + log2 vs - M)                 the V scale rides in the exponent: p is in fp16 range whatever V is
-    acc   = acc a + p . u_v + sum(p vz / vs) - magic sum(fp16(p))         a = exp2(M_old - M)
-    L     = L a + sum(p / vs)
+For a tile of N tokens, with codes unpacked as subnormal fp16 numbers n UNIT, scales (ks, kz), (vs, vz) a token, and q
+already rotated and scaled to at most 1 in size:
+
+    s     = (n UNIT . q) ks + (UNIT sum q) kz + o UNIT       sm: softmax scale * log2 e * max |q| / UNIT
+    p     = exp2(s sm - M)                  M: running maximum of s sm, plus the exponent of the tile's largest vs, so
+    acc   = acc a + (p vs) . n + sum(p vz)  that p vs is in fp16 range whatever V is;  a = exp2(M_old - M)
+    L     = L a + sum(p)
 
 ``o`` is the key offset q . R(pos) mu: on P rotary pairs, two coefficients turned to the tile's first position in
 float32, times cos/sin of the positions in the tile, in halves (hi + lo) because |mu| may be 200.
@@ -28,9 +31,8 @@ from kvq.kernels.planes import (
     butterfly2,
     butterfly4,
     plane_dim,
-    unpack_bytes,
-    unpack_nibbles,
-    unpack_nibbles_near,
+    tiny_bytes,
+    tiny_nibbles,
 )
 from kvq.page import PageLayout
 from kvq.plan import ITEM, DecodePlan
@@ -39,7 +41,28 @@ from kvq.reference import HotPool, hadamard_block
 NEG = tl.constexpr(-1.0e30)
 HEADROOM = tl.constexpr(12.0)  # p reaches 2^12 in fp16, so that small p stay normal numbers
 ITEM_FIELDS = tl.constexpr(ITEM)
+TINY = tl.constexpr(2.0**-24)  # of a code 1 unpacked in the last bits of an fp16
 TINY_LOG = tl.constexpr(-24.0)  # log2 of the smallest fp16 above 0, which stands for a scale of 0
+
+
+@triton.jit
+def along(x, AXIS: tl.constexpr):
+    """A vector [X] along axis AXIS of a tile."""
+    if AXIS == 0:
+        y = x[:, None]
+    else:
+        y = x[None, :]
+    return y
+
+
+@triton.jit
+def product(x, y, acc, TOKENS: tl.constexpr):
+    """acc + x y where rows are columns (TOKENS 0), acc + y x where they are rows; ``acc`` None is 0."""
+    if TOKENS == 0:
+        z = tl.dot(x, y, acc)
+    else:
+        z = tl.dot(y, x, acc)
+    return z
 
 
 @triton.jit
@@ -53,17 +76,6 @@ def load_scales(ptr, o_n, SYM: tl.constexpr):
         scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, zero
-
-
-@triton.jit
-def fast_log2(x, ASM: tl.constexpr):
-    """log2 to 2^-22; ``tl.log2`` is a polynomial of 12 instructions."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
-    else:
-        return tl.log2(x)
 
 
 @triton.jit
@@ -93,8 +105,18 @@ def apply_softcap(s, cap):
 
 
 @triton.jit
+def visible(index, own, window, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether the rows whose own tokens stand at ``own`` [R] see the tokens at ``index`` [N]."""
+    own = along(own, 1 - TOKENS)
+    seen = along(index, TOKENS) <= own
+    if WINDOW:
+        seen &= along(index, TOKENS) > own - window
+    return seen
+
+
+@triton.jit
 def quantized_tile(
-    q0, q1, q2, q3, qc, qs, sm,
+    q0, q1, q2, q3, qs, sm,
     a0, a1, a2, a3, m, l,
     p_key, p_value, p_key_scale, p_value_scale,
     c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn,
@@ -102,27 +124,29 @@ def quantized_tile(
     D: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, PAIRS: tl.constexpr, MAX_PAIRS: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
+    TOKENS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """N tokens of one page and head added to the running softmax (m, l) and the accumulators a0..a3 [WV, R].
 
     MASKED: not every row sees them all; the first stands at index ``token``.
     """
+    ROWS: tl.constexpr = 1 - TOKENS
+    UNIT: tl.constexpr = 2.0**-20 if K_BITS == 4 else 2.0**-24
     KW: tl.constexpr = D * K_BITS // 16
     VW: tl.constexpr = D * V_BITS // 16
     o_n = tl.arange(0, N)
     o_k = tl.arange(0, WK)
     o_v = tl.arange(0, WV)
-    p_k = p_key.to(tl.pointer_type(tl.int16)) + o_n[:, None] * KW + o_k[None, :]
-    p_v = p_value.to(tl.pointer_type(tl.int16)) + o_v[:, None] + o_n[None, :] * VW
+    p_k = p_key.to(tl.pointer_type(tl.int16)) + along(o_n, TOKENS) * KW + along(o_k, ROWS)
+    p_v = p_value.to(tl.pointer_type(tl.int16)) + along(o_v, TOKENS) + along(o_n, ROWS) * VW
     if WK == KW:
         b_k = tl.load(p_k)  # [N, WK]
     else:
-        b_k = tl.load(p_k, mask=(o_k < KW)[None, :], other=0)
+        b_k = tl.load(p_k, mask=along(o_k < KW, ROWS), other=0)
     if WV == VW:
-        b_v = tl.load(p_v)  # [WV, N], transposed by ldmatrix
+        b_v = tl.load(p_v)  # [WV, N]
     else:
-        b_v = tl.load(p_v, mask=(o_v < VW)[:, None], other=0)
+        b_v = tl.load(p_v, mask=along(o_v < VW, TOKENS), other=0)
     ks, kz = load_scales(p_key_scale, o_n, K_SYM)
     vs, vz = load_scales(p_value_scale, o_n, V_SYM)
     if MASKED:
@@ -133,96 +157,94 @@ def quantized_tile(
         vz = tl.where(inside, vz, 0.0)
 
     if K_BITS == 4:
-        k0, k1, k2, k3 = unpack_nibbles(b_k, ASM)
-        s = tl.dot(k0, q0)  # [N, R]
-        s = tl.dot(k1, q1, s)
-        s = tl.dot(k2, q2, s)
-        s = tl.dot(k3, q3, s)
+        k0, k1, k2, k3 = tiny_nibbles(b_k, ASM)
+        s = product(k0, q0, None, TOKENS)  # [N, R]
+        s = product(k1, q1, s, TOKENS)
+        s = product(k2, q2, s, TOKENS)
+        s = product(k3, q3, s, TOKENS)
     else:
-        k0, k1 = unpack_bytes(b_k, ASM)
-        s = tl.dot(k0, q0)
-        s = tl.dot(k1, q1, s)
+        k0, k1 = tiny_bytes(b_k, ASM)
+        s = product(k0, q0, None, TOKENS)
+        s = product(k1, q1, s, TOKENS)
 
-    if V_SYM:
-        log_size = tl.maximum(fast_log2(tl.abs(vs), ASM), TINY_LOG)
-    else:
-        log_size = tl.maximum(fast_log2(vs, ASM), TINY_LOG)
-    inv_size = tl.exp2(-log_size)
-    if SOFTCAP:
-        bias = tl.zeros_like(log_size)
-    else:
-        bias = log_size
     if K_SYM:
-        s = (s - qc[None, :]) * (ks * sm)[:, None] + bias[:, None]
-    else:
-        s = (s - qc[None, :]) * (ks * sm)[:, None] + (qs[None, :] * kz[:, None] + bias[:, None])
+        kz = ks * -(1 << (K_BITS - 1))
+    s = s * along(ks, TOKENS) + along(qs, ROWS) * along(kz, TOKENS)
     if PAIRS > 0:
         t_cos = tl.load(p_turn)  # [PAIRS], of the tile's first position
         t_sin = tl.load(p_turn + MAX_PAIRS)
-        b_cos = c_cos * t_cos[:, None] + c_sin * t_sin[:, None]  # [PAIRS, R]
-        b_sin = c_sin * t_cos[:, None] - c_cos * t_sin[:, None]
+        t_cos, t_sin = along(t_cos, TOKENS), along(t_sin, TOKENS)
+        b_cos = c_cos * t_cos + c_sin * t_sin  # [PAIRS, R]
+        b_sin = c_sin * t_cos - c_cos * t_sin
         h_cos, h_sin = b_cos.to(tl.float16), b_sin.to(tl.float16)
-        o = tl.dot(i_cos, h_cos)
-        o = tl.dot(i_sin, h_sin, o)
-        o = tl.dot(i_cos, (b_cos - h_cos.to(tl.float32)).to(tl.float16), o)
-        o = tl.dot(i_sin, (b_sin - h_sin.to(tl.float32)).to(tl.float16), o)
-        o = tl.dot(j_cos, h_cos, o)
-        o = tl.dot(j_sin, h_sin, o)
-        s += o * sm
+        o = product(i_cos, h_cos, None, TOKENS)
+        o = product(i_sin, h_sin, o, TOKENS)
+        o = product(i_cos, (b_cos - h_cos.to(tl.float32)).to(tl.float16), o, TOKENS)
+        o = product(i_sin, (b_sin - h_sin.to(tl.float32)).to(tl.float16), o, TOKENS)
+        o = product(j_cos, h_cos, o, TOKENS)
+        o = product(j_sin, h_sin, o, TOKENS)
+        s += o * UNIT
+    SCALED: tl.constexpr = SOFTCAP or MASKED  # before the maximum; else the multiplication is free in the exponent
     if SOFTCAP:
-        s = apply_softcap(s, cap) * 1.4426950408889634 + log_size[:, None]
+        s = apply_softcap(s * sm, cap) * 1.4426950408889634
+    elif MASKED:
+        s *= sm
     if MASKED:
-        index = (token + o_n)[:, None]
-        seen = index <= own[None, :]
-        if WINDOW:
-            seen &= index > own[None, :] - window
-        s = tl.where(seen, s, NEG)
-    m_new = tl.maximum(m, tl.max(s, 0) - HEADROOM)
+        s = tl.where(visible(token + o_n, own, window, TOKENS, WINDOW), s, NEG)
+    top = tl.max(s, TOKENS)
+    if not SCALED:
+        top *= sm
+    if V_SYM:
+        size = tl.max(tl.abs(vs), 0)
+    else:
+        size = tl.max(vs, 0)
+    exponent = ((size.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)  # size < 2^exponent
+    m_new = tl.maximum(m, top + (tl.maximum(exponent, TINY_LOG) - HEADROOM))
     a = tl.exp2(m - m_new)
-    p = tl.exp2(s - m_new[None, :])
+    if SCALED:
+        p = tl.exp2(s - along(m_new, ROWS))
+    else:
+        p = tl.exp2(s * sm - along(m_new, ROWS))
+    b_p = (p * along(vs, TOKENS)).to(tl.float16)
+    l = l * a + tl.sum(p, TOKENS)
+    a = along(a, ROWS)
     if V_SYM:
-        b_p = (p * tl.where(vs > 0.0, 1.0, tl.where(vs < 0.0, -1.0, 0.0))[:, None]).to(tl.float16)
+        c = tl.sum(b_p.to(tl.float32) * -(1 << (V_BITS - 1)), TOKENS)
     else:
-        b_p = p.to(tl.float16)
-    l = l * a + tl.sum(p * inv_size[:, None], 0)
-    a = a[None, :]
+        c = tl.sum(p * along(vz, TOKENS), TOKENS)
+    c = along(c, ROWS)
+    c_low = c * TINY
     if V_BITS == 4:
-        MAGIC: tl.constexpr = 72.0 if V_SYM else 64.0
+        c_high = c * (16.0 * TINY)
+        v0, v1, v2, v3 = tiny_nibbles(b_v, ASM)
+        a0 = product(v0, b_p, a0 * a + c_low, TOKENS)
+        a1 = product(v1, b_p, a1 * a + c_high, TOKENS)
+        a2 = product(v2, b_p, a2 * a + c_low, TOKENS)
+        a3 = product(v3, b_p, a3 * a + c_high, TOKENS)
     else:
-        MAGIC: tl.constexpr = 1152.0 if V_SYM else 1024.0
-    if V_SYM:
-        c = tl.sum(b_p.to(tl.float32) * -MAGIC, 0)[None, :]
-    else:
-        c = tl.sum(p * (vz * inv_size)[:, None] - b_p.to(tl.float32) * MAGIC, 0)[None, :]
-    if V_BITS == 4:
-        v0, v1, v2, v3 = unpack_nibbles_near(b_v, ASM)
-        a0 = tl.dot(v0, b_p, a0 * a + c)
-        a1 = tl.dot(v1, b_p, a1 * a + c)
-        a2 = tl.dot(v2, b_p, a2 * a + c)
-        a3 = tl.dot(v3, b_p, a3 * a + c)
-    else:
-        v0, v1 = unpack_bytes(b_v, ASM)
-        a0 = tl.dot(v0, b_p, a0 * a + c)
-        a1 = tl.dot(v1, b_p, a1 * a + c)
+        v0, v1 = tiny_bytes(b_v, ASM)
+        a0 = product(v0, b_p, a0 * a + c_low, TOKENS)
+        a1 = product(v1, b_p, a1 * a + c_low, TOKENS)
     return a0, a1, a2, a3, m_new, l
 
 
 @triton.jit
 def load_query_plane(
-    query, o_row, o_w, m_row, PLANE: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+    query, o_row, o_w, m_row,
+    PLANE: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Plane PLANE of the query rows at offsets ``o_row`` [R], [W, R] in the query's dtype."""
     dim = plane_dim(o_w, PLANE, PLANES, BLOCK)
-    mask = (o_w < D // PLANES)[:, None] & m_row[None, :]
-    return tl.load(query + (o_row[None, :] + dim[:, None]), mask=mask, other=0.0)
+    mask = along(o_w < D // PLANES, TOKENS) & along(m_row, 1 - TOKENS)
+    return tl.load(query + (along(o_row, 1 - TOKENS) + along(dim, TOKENS)), mask=mask, other=0.0)
 
 
 @triton.jit
-def split_dot(h, x):
-    """h x for an exact fp16 matrix h and float32 x of size at most 1, in two fp16 halves of x (22 bits)."""
+def split_dot(h, x, TOKENS: tl.constexpr):
+    """h x for an exact fp16 matrix h = h^T and float32 x of size at most 1, in two fp16 halves of x (22 bits)."""
     hi = x.to(tl.float16)
     lo = (x - hi.to(tl.float32)).to(tl.float16)
-    return tl.dot(h, lo, tl.dot(h, hi))
+    return product(h, lo, product(h, hi, None, TOKENS), TOKENS)
 
 
 @triton.jit
@@ -236,15 +258,19 @@ def plane_max(x0, x1, x2, x3, PLANES: tl.constexpr):
 
 
 @triton.jit
-def rotate_planes(x0, x1, x2, x3, p_hadamard, W: tl.constexpr, PLANES: tl.constexpr, NORM: tl.constexpr):
+def rotate_planes(
+    x0, x1, x2, x3, p_hadamard, W: tl.constexpr, PLANES: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
     """Normalised Hadamard transform of float32 planes [W, R] of size at most 1; ``p_hadamard`` fp16 [W, W] of +-1."""
     o_w = tl.arange(0, W)
     h = tl.load(p_hadamard + o_w[:, None] * W + o_w[None, :])
     if PLANES == 4:
-        x0, x1, x2, x3 = butterfly4(split_dot(h, x0), split_dot(h, x1), split_dot(h, x2), split_dot(h, x3))
+        x0, x1, x2, x3 = butterfly4(
+            split_dot(h, x0, TOKENS), split_dot(h, x1, TOKENS), split_dot(h, x2, TOKENS), split_dot(h, x3, TOKENS)
+        )
         x2, x3 = x2 * NORM, x3 * NORM
     else:
-        x0, x1 = butterfly2(split_dot(h, x0), split_dot(h, x1))
+        x0, x1 = butterfly2(split_dot(h, x0, TOKENS), split_dot(h, x1, TOKENS))
     return x0 * NORM, x1 * NORM, x2, x3
 
 
@@ -252,31 +278,31 @@ def rotate_planes(x0, x1, x2, x3, p_hadamard, W: tl.constexpr, PLANES: tl.conste
 def load_query(
     query, o_row, p_scale, p_hadamard, o_w, m_row,
     D: tl.constexpr, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
-    ROTATE: tl.constexpr, HAS_SCALE: tl.constexpr, NORM: tl.constexpr,
+    ROTATE: tl.constexpr, HAS_SCALE: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Query planes, float32 [W, R], over their largest size before rotation, in the space of the stored keys.
 
     Returns the planes (2 and 3 repeat 0 and 1 when PLANES is 2) and that size.
     """
-    x0 = load_query_plane(query, o_row, o_w, m_row, 0, PLANES, D, BLOCK).to(tl.float32)
-    x1 = load_query_plane(query, o_row, o_w, m_row, 1, PLANES, D, BLOCK).to(tl.float32)
+    x0 = load_query_plane(query, o_row, o_w, m_row, 0, PLANES, D, BLOCK, TOKENS).to(tl.float32)
+    x1 = load_query_plane(query, o_row, o_w, m_row, 1, PLANES, D, BLOCK, TOKENS).to(tl.float32)
     if PLANES == 4:
-        x2 = load_query_plane(query, o_row, o_w, m_row, 2, PLANES, D, BLOCK).to(tl.float32)
-        x3 = load_query_plane(query, o_row, o_w, m_row, 3, PLANES, D, BLOCK).to(tl.float32)
+        x2 = load_query_plane(query, o_row, o_w, m_row, 2, PLANES, D, BLOCK, TOKENS).to(tl.float32)
+        x3 = load_query_plane(query, o_row, o_w, m_row, 3, PLANES, D, BLOCK, TOKENS).to(tl.float32)
     else:
         x2, x3 = x0, x1
     if HAS_SCALE:
         inside = o_w < D // PLANES
-        x0 *= tl.load(p_scale + plane_dim(o_w, 0, PLANES, BLOCK), mask=inside, other=0.0)[:, None]
-        x1 *= tl.load(p_scale + plane_dim(o_w, 1, PLANES, BLOCK), mask=inside, other=0.0)[:, None]
+        x0 *= along(tl.load(p_scale + plane_dim(o_w, 0, PLANES, BLOCK), mask=inside, other=0.0), TOKENS)
+        x1 *= along(tl.load(p_scale + plane_dim(o_w, 1, PLANES, BLOCK), mask=inside, other=0.0), TOKENS)
         if PLANES == 4:
-            x2 *= tl.load(p_scale + plane_dim(o_w, 2, PLANES, BLOCK), mask=inside, other=0.0)[:, None]
-            x3 *= tl.load(p_scale + plane_dim(o_w, 3, PLANES, BLOCK), mask=inside, other=0.0)[:, None]
+            x2 *= along(tl.load(p_scale + plane_dim(o_w, 2, PLANES, BLOCK), mask=inside, other=0.0), TOKENS)
+            x3 *= along(tl.load(p_scale + plane_dim(o_w, 3, PLANES, BLOCK), mask=inside, other=0.0), TOKENS)
     top = plane_max(x0, x1, x2, x3, PLANES)
     inv = 1.0 / top
     x0, x1, x2, x3 = x0 * inv, x1 * inv, x2 * inv, x3 * inv
     if ROTATE:
-        x0, x1, x2, x3 = rotate_planes(x0, x1, x2, x3, p_hadamard, W, PLANES, NORM)
+        x0, x1, x2, x3 = rotate_planes(x0, x1, x2, x3, p_hadamard, W, PLANES, NORM, TOKENS)
     return x0, x1, x2, x3, top
 
 
@@ -284,77 +310,77 @@ def load_query(
 def hot_tile(
     q0, q1, q2, q3, a0, a1, a2, a3, m, l, p_key, p_value, sm, token, own, window, cap,
     D: tl.constexpr, N: tl.constexpr, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """N tokens of a hot page of one head, in the model's dtype; planes as in the quantized tiles, original space."""
     o_n = tl.arange(0, N)
     o_w = tl.arange(0, W)
     index = token + o_n
     m_n = index <= tl.max(own, 0)
-    mask = m_n[:, None] & (o_w < D // PLANES)[None, :]
-    p_k = p_key + o_n[:, None] * D
-    p_v = p_value + o_n[None, :] * D
+    ROWS: tl.constexpr = 1 - TOKENS
+    m_k = along(m_n, TOKENS) & along(o_w < D // PLANES, ROWS)
+    m_v = along(m_n, ROWS) & along(o_w < D // PLANES, TOKENS)
+    p_k = p_key + along(o_n, TOKENS) * D
+    p_v = p_value + along(o_n, ROWS) * D
     d0 = plane_dim(o_w, 0, PLANES, BLOCK)
     d1 = plane_dim(o_w, 1, PLANES, BLOCK)
-    k0 = tl.load(p_k + d0[None, :], mask=mask, other=0.0)  # [N, W]
-    k1 = tl.load(p_k + d1[None, :], mask=mask, other=0.0)
-    v0 = tl.load(p_v + d0[:, None], mask=tl.trans(mask), other=0.0)  # [W, N]
-    v1 = tl.load(p_v + d1[:, None], mask=tl.trans(mask), other=0.0)
+    k0 = tl.load(p_k + along(d0, ROWS), mask=m_k, other=0.0)  # [N, W]
+    k1 = tl.load(p_k + along(d1, ROWS), mask=m_k, other=0.0)
+    v0 = tl.load(p_v + along(d0, TOKENS), mask=m_v, other=0.0)  # [W, N]
+    v1 = tl.load(p_v + along(d1, TOKENS), mask=m_v, other=0.0)
     if UPCAST:
         k0, k1, v0, v1 = k0.to(tl.float32), k1.to(tl.float32), v0.to(tl.float32), v1.to(tl.float32)
-    s = tl.dot(k0, q0)  # [N, R]
-    s = tl.dot(k1, q1, s)
+    s = product(k0, q0, None, TOKENS)  # [N, R]
+    s = product(k1, q1, s, TOKENS)
     if PLANES == 4:
         d2 = plane_dim(o_w, 2, PLANES, BLOCK)
         d3 = plane_dim(o_w, 3, PLANES, BLOCK)
-        k2 = tl.load(p_k + d2[None, :], mask=mask, other=0.0)
-        k3 = tl.load(p_k + d3[None, :], mask=mask, other=0.0)
-        v2 = tl.load(p_v + d2[:, None], mask=tl.trans(mask), other=0.0)
-        v3 = tl.load(p_v + d3[:, None], mask=tl.trans(mask), other=0.0)
+        k2 = tl.load(p_k + along(d2, ROWS), mask=m_k, other=0.0)
+        k3 = tl.load(p_k + along(d3, ROWS), mask=m_k, other=0.0)
+        v2 = tl.load(p_v + along(d2, TOKENS), mask=m_v, other=0.0)
+        v3 = tl.load(p_v + along(d3, TOKENS), mask=m_v, other=0.0)
         if UPCAST:
             k2, k3, v2, v3 = k2.to(tl.float32), k3.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
-        s = tl.dot(k2, q2, s)
-        s = tl.dot(k3, q3, s)
+        s = product(k2, q2, s, TOKENS)
+        s = product(k3, q3, s, TOKENS)
     s = s * sm
     if SOFTCAP:
         s = apply_softcap(s, cap) * 1.4426950408889634
-    seen = index[:, None] <= own[None, :]
-    if WINDOW:
-        seen &= index[:, None] > own[None, :] - window
-    s = tl.where(seen, s, NEG)
-    m_new = tl.maximum(m, tl.max(s, 0) - HEADROOM)
+    s = tl.where(visible(index, own, window, TOKENS, WINDOW), s, NEG)
+    m_new = tl.maximum(m, tl.max(s, TOKENS) - HEADROOM)
     a = tl.exp2(m - m_new)
-    p = tl.exp2(s - m_new[None, :])
-    l = l * a + tl.sum(p, 0)
-    a = a[None, :]
+    p = tl.exp2(s - along(m_new, ROWS))
+    l = l * a + tl.sum(p, TOKENS)
+    a = along(a, ROWS)
     hi = p.to(v0.dtype)
     lo = (p - hi.to(tl.float32)).to(v0.dtype)  # bf16 alone would round p to 3 digits
-    a0 = tl.dot(v0, lo, tl.dot(v0, hi, a0 * a))
-    a1 = tl.dot(v1, lo, tl.dot(v1, hi, a1 * a))
+    a0 = product(v0, lo, product(v0, hi, a0 * a, TOKENS), TOKENS)
+    a1 = product(v1, lo, product(v1, hi, a1 * a, TOKENS), TOKENS)
     if PLANES == 4:
-        a2 = tl.dot(v2, lo, tl.dot(v2, hi, a2 * a))
-        a3 = tl.dot(v3, lo, tl.dot(v3, hi, a3 * a))
+        a2 = product(v2, lo, product(v2, hi, a2 * a, TOKENS), TOKENS)
+        a3 = product(v3, lo, product(v3, hi, a3 * a, TOKENS), TOKENS)
     return a0, a1, a2, a3, m_new, l
 
 
 @triton.jit
 def store_planes(
-    out, o_row, x0, x1, x2, x3, o_w, m_row, D: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr
+    out, o_row, x0, x1, x2, x3, o_w, m_row,
+    D: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Store planes [W, R] at the rows ``out + o_row`` [R], in the dtype of ``out``."""
-    mask = (o_w < D // PLANES)[:, None] & m_row[None, :]
-    o = o_row[None, :]
-    tl.store(out + (o + plane_dim(o_w, 0, PLANES, BLOCK)[:, None]), x0.to(out.dtype.element_ty), mask=mask)
-    tl.store(out + (o + plane_dim(o_w, 1, PLANES, BLOCK)[:, None]), x1.to(out.dtype.element_ty), mask=mask)
+    mask = along(o_w < D // PLANES, TOKENS) & along(m_row, 1 - TOKENS)
+    o = along(o_row, 1 - TOKENS)
+    tl.store(out + (o + along(plane_dim(o_w, 0, PLANES, BLOCK), TOKENS)), x0.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + (o + along(plane_dim(o_w, 1, PLANES, BLOCK), TOKENS)), x1.to(out.dtype.element_ty), mask=mask)
     if PLANES == 4:
-        tl.store(out + (o + plane_dim(o_w, 2, PLANES, BLOCK)[:, None]), x2.to(out.dtype.element_ty), mask=mask)
-        tl.store(out + (o + plane_dim(o_w, 3, PLANES, BLOCK)[:, None]), x3.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + (o + along(plane_dim(o_w, 2, PLANES, BLOCK), TOKENS)), x2.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + (o + along(plane_dim(o_w, 3, PLANES, BLOCK), TOKENS)), x3.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def decode_kernel(
-    query, pages, out, lse, part_out, part_lse,
-    items, seq_info, seq_lens, page_list, page_index, hot_list, hot_index, hot_pool, sinks,
+@triton.jit(noinline=True)
+def decode_item(
+    i_item, query, pages, out, lse, part_out, part_lse,
+    items, place_item, seq_lens, page_list, page_index, hot_list, hot_index, hot_pool, sinks,
     k_hadamard, v_hadamard, dim_scale, pair_index, pair_dim, pair_mu, inner, near, far, position_offset,
     stride_q_seq, stride_q_tok, stride_q_head, stride_o_seq, stride_o_tok, stride_o_head,
     stride_page, stride_list, stride_hot, head_bytes, v_codes, k_scales, v_scales,
@@ -364,25 +390,21 @@ def decode_kernel(
     K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, HOT_N: tl.constexpr,
     HAS_SCALE: tl.constexpr, PAIRS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_HOT: tl.constexpr,
-    HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, PREFETCH: tl.constexpr, DEPENDENT: tl.constexpr, ASM: tl.constexpr,
+    HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKENS: tl.constexpr,
+    STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (kv heads x row blocks, work items). See kernels/schedule.py for items, seq_info and the page lists."""
+    """A work item for one kv head and row block; a function of its own, so that nothing of it is hoisted."""
     KP: tl.constexpr = 16 // K_BITS
     VP: tl.constexpr = 16 // V_BITS
     K_SCALE: tl.constexpr = 2 if K_SYM else 4
     V_SCALE: tl.constexpr = 2 if V_SYM else 4
     EDGE_N: tl.constexpr = 16
+    ROWS: tl.constexpr = 1 - TOKENS
     MAX_PAIRS: tl.constexpr = D // 2
     i_head = tl.program_id(0) % HEADS_KV
     i_block = tl.program_id(0) // HEADS_KV
-    i_item = tl.program_id(1)
-    if DEPENDENT:
-        gdc_launch_dependents()  # the merge may be put in place; it waits for this grid's end
     p_item = items + ITEM_FIELDS * i_item
     i_seq = tl.load(p_item)
-    if i_seq < 0:
-        return
     parts = tl.load(p_item + 1)
     lo, hi = tl.load(p_item + 2), tl.load(p_item + 3)
     hot_lo, hot_hi = tl.load(p_item + 4), tl.load(p_item + 5)
@@ -406,27 +428,20 @@ def decode_kernel(
             prefetch_l2(pages + page * stride_page + i_head * head_bytes, head_bytes, 128)
 
     x0, x1, x2, x3, top = load_query(
-        query, o_q, dim_scale + i_head * D, k_hadamard, o_k, m_r, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM
+        query, o_q, dim_scale + i_head * D, k_hadamard, o_k, m_r, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM, TOKENS
     )  # fmt: skip
     q0, q1, q2, q3 = x0.to(tl.float16), x1.to(tl.float16), x2.to(tl.float16), x3.to(tl.float16)
+    qs = tl.sum(q0.to(tl.float32), TOKENS) + tl.sum(q1.to(tl.float32), TOKENS)  # of the rounded values
+    UNIT: tl.constexpr = 2.0**-20 if K_BITS == 4 else 2.0**-24  # of scores: what a code of 1 is unpacked to
+    if K_BITS == 4:
+        qs += tl.sum(q2.to(tl.float32), TOKENS) + tl.sum(q3.to(tl.float32), TOKENS)
+        q0, q2 = q0 * 16.0, q2 * 16.0  # planes 1 and 3 are unpacked 16 times as large
+    qs *= UNIT
     if SOFTCAP:
         sm_raw = scale
     else:
         sm_raw = scale * 1.4426950408889634
-    sm = sm_raw * top
-    s0, s1 = tl.sum(q0.to(tl.float32), 0), tl.sum(q1.to(tl.float32), 0)  # of the rounded values
-    if K_BITS == 4:
-        s2, s3 = tl.sum(q2.to(tl.float32), 0), tl.sum(q3.to(tl.float32), 0)
-        qs = s0 + s1 + s2 + s3
-        qc = 1024.0 * (s0 + s2) + 64.0 * (s1 + s3)
-        if K_SYM:
-            qc += 8.0 * qs
-    else:
-        qs = s0 + s1
-        qc = 1024.0 * qs
-        if K_SYM:
-            qc += 128.0 * qs
-    qs = qs * sm
+    sm = sm_raw * top / UNIT
 
     if PAIRS > 0:
         o_p = tl.arange(0, PAIRS)
@@ -434,10 +449,11 @@ def decode_kernel(
         o_pair = tl.load(pair_index + i_head * PAIRS + o_p)
         d_a = tl.load(pair_dim + 2 * o_pair)
         d_b = tl.load(pair_dim + 2 * o_pair + 1)
-        mu_a = tl.load(pair_mu + i_head * 2 * PAIRS + o_p)[:, None]
-        mu_b = tl.load(pair_mu + i_head * 2 * PAIRS + PAIRS + o_p)[:, None]
-        q_a = tl.load(query + (o_q[None, :] + d_a[:, None]), mask=m_r[None, :], other=0.0).to(tl.float32) / top
-        q_b = tl.load(query + (o_q[None, :] + d_b[:, None]), mask=m_r[None, :], other=0.0).to(tl.float32) / top
+        mu_a = along(tl.load(pair_mu + i_head * 2 * PAIRS + o_p), TOKENS)
+        mu_b = along(tl.load(pair_mu + i_head * 2 * PAIRS + PAIRS + o_p), TOKENS)
+        p_q = query + along(o_q, ROWS)
+        q_a = tl.load(p_q + along(d_a, TOKENS), mask=along(m_r, ROWS), other=0.0).to(tl.float32) / top
+        q_b = tl.load(p_q + along(d_b, TOKENS), mask=along(m_r, ROWS), other=0.0).to(tl.float32) / top
         c_cos = q_a * mu_a + q_b * mu_b  # [PAIRS, R]
         c_sin = q_b * mu_a - q_a * mu_b
         if HAS_SHIFT:
@@ -446,12 +462,12 @@ def decode_kernel(
             p_near = near + (tl.abs(shift) % N) * (2 * MAX_PAIRS) + o_pair
             w_cos, w_sin = tl.load(p_far), tl.load(p_far + MAX_PAIRS)
             n_cos, n_sin = tl.load(p_near), tl.load(p_near + MAX_PAIRS)
-            t_cos = (w_cos * n_cos - w_sin * n_sin)[:, None]
-            t_sin = (w_sin * n_cos + w_cos * n_sin)[:, None]
+            t_cos = along(w_cos * n_cos - w_sin * n_sin, TOKENS)
+            t_sin = along(w_sin * n_cos + w_cos * n_sin, TOKENS)
             t_sin = tl.where(shift < 0, -t_sin, t_sin)
             c_cos, c_sin = c_cos * t_cos + c_sin * t_sin, c_sin * t_cos - c_cos * t_sin
         p_inner = inner + i_head * (4 * N * PAIRS)
-        p_in = p_inner + o_n[:, None] * (2 * PAIRS) + o_p[None, :]
+        p_in = p_inner + along(o_n, TOKENS) * (2 * PAIRS) + along(o_p, ROWS)
         i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [N, PAIRS] fp16; loaded as they are, so that they stay
         j_cos, j_sin = tl.load(p_in + 2 * N * PAIRS), tl.load(p_in + 2 * N * PAIRS + PAIRS)  # in shared memory
         p_turn = far + o_pair
@@ -459,10 +475,11 @@ def decode_kernel(
         c_cos, c_sin, i_cos, i_sin, j_cos, j_sin = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         p_turn = far
 
-    a0 = tl.zeros([WV, R], tl.float32)
-    a1 = tl.zeros([WV, R], tl.float32)
-    a2 = tl.zeros([WV, R], tl.float32)
-    a3 = tl.zeros([WV, R], tl.float32)
+    if TOKENS == 0:
+        a0 = tl.zeros([WV, R], tl.float32)
+    else:
+        a0 = tl.zeros([R, WV], tl.float32)
+    a1, a2, a3 = a0, a0, a0
     m = tl.full([R], -1.0e29, tl.float32)  # above NEG, so that a tile with nothing seen adds nothing
     l = tl.zeros([R], tl.float32)
 
@@ -477,19 +494,20 @@ def decode_kernel(
         index = page_index_of(i, p_index, HAS_HOT)
         p_page = pages + tl.load(p_list + i).to(tl.int64) * stride_page + i_head * head_bytes
         if PAIRS > 0:
-            p_edge = p_inner + (row + tl.arange(0, EDGE_N))[:, None] * (2 * PAIRS) + o_p[None, :]
+            p_edge = p_inner + along(row + tl.arange(0, EDGE_N), TOKENS) * (2 * PAIRS) + along(o_p, ROWS)
             e_cos, e_sin = tl.load(p_edge), tl.load(p_edge + PAIRS)
             f_cos, f_sin = tl.load(p_edge + 2 * N * PAIRS), tl.load(p_edge + 2 * N * PAIRS + PAIRS)
         else:
             e_cos, e_sin, f_cos, f_sin = i_cos, i_sin, j_cos, j_sin
         if index * N + row < seq_len:
             a0, a1, a2, a3, m, l = quantized_tile(
-                q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
+                q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l,
                 p_page + row * (D * K_BITS // 8), p_page + v_codes + row * (D * V_BITS // 8),
                 p_page + k_scales + row * K_SCALE, p_page + v_scales + row * V_SCALE,
                 c_cos, c_sin, e_cos, e_sin, f_cos, f_sin, p_turn + index * (2 * MAX_PAIRS),
                 index * N + row, own, window, cap,
-                D, EDGE_N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, ASM,
+                D, EDGE_N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, TOKENS, True, WINDOW, SOFTCAP,
+                ASM,
             )  # fmt: skip
     for i in tl.range(start, stop, num_stages=STAGES):
         p_page = pages + tl.load(p_list + i).to(tl.int64) * stride_page + i_head * head_bytes
@@ -497,26 +515,29 @@ def decode_kernel(
         if PAIRS > 0:
             index = page_index_of(i, p_index, HAS_HOT)
         a0, a1, a2, a3, m, l = quantized_tile(
-            q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
+            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l,
             p_page, p_page + v_codes, p_page + k_scales, p_page + v_scales,
             c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn + index * (2 * MAX_PAIRS),
             0, own, window, cap,
-            D, N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, False, False, SOFTCAP, ASM,
+            D, N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, TOKENS, False, False, SOFTCAP, ASM,
         )  # fmt: skip
+    a0, a1, a2, a3 = a0 * (1.0 / TINY), a1 * (1.0 / TINY), a2 * (1.0 / TINY), a3 * (1.0 / TINY)
+    if V_BITS == 4:
+        a1, a3 = a1 * 0.0625, a3 * 0.0625
     if V_ROTATE:
         top = plane_max(a0, a1, a2, a3, VP)
         inv = 1.0 / top
-        a0, a1, a2, a3 = rotate_planes(a0 * inv, a1 * inv, a2 * inv, a3 * inv, v_hadamard, WV, VP, NORM)
+        a0, a1, a2, a3 = rotate_planes(a0 * inv, a1 * inv, a2 * inv, a3 * inv, v_hadamard, WV, VP, NORM, TOKENS)
         a0, a1, a2, a3 = a0 * top, a1 * top, a2 * top, a3 * top
 
     if HAS_HOT:
         if hot_hi > hot_lo:
             UPCAST: tl.constexpr = not ASM  # the interpreter multiplies bf16 wrongly
-            r0 = load_query_plane(query, o_q, o_v, m_r, 0, VP, D, BLOCK)
-            r1 = load_query_plane(query, o_q, o_v, m_r, 1, VP, D, BLOCK)
+            r0 = load_query_plane(query, o_q, o_v, m_r, 0, VP, D, BLOCK, TOKENS)
+            r1 = load_query_plane(query, o_q, o_v, m_r, 1, VP, D, BLOCK, TOKENS)
             if VP == 4:
-                r2 = load_query_plane(query, o_q, o_v, m_r, 2, VP, D, BLOCK)
-                r3 = load_query_plane(query, o_q, o_v, m_r, 3, VP, D, BLOCK)
+                r2 = load_query_plane(query, o_q, o_v, m_r, 2, VP, D, BLOCK, TOKENS)
+                r3 = load_query_plane(query, o_q, o_v, m_r, 3, VP, D, BLOCK, TOKENS)
             else:
                 r2, r3 = r0, r1
             if UPCAST:
@@ -535,7 +556,7 @@ def decode_kernel(
                 a0, a1, a2, a3, m, l = hot_tile(
                     r0, r1, r2, r3, a0, a1, a2, a3, m, l, p_key, p_key + HEADS_KV * N * D,
                     sm_raw, token, own, window, cap,
-                    D, HOT_N, WV, VP, BLOCK, WINDOW, SOFTCAP, UPCAST,
+                    D, HOT_N, WV, VP, BLOCK, TOKENS, WINDOW, SOFTCAP, UPCAST,
                 )  # fmt: skip
 
     if HAS_SINKS:
@@ -545,21 +566,55 @@ def decode_kernel(
             a = tl.exp2(m - m_new)
             l = l * a + tl.exp2(sink - m_new)
             m = m_new
-            a0, a1, a2, a3 = a0 * a[None, :], a1 * a[None, :], a2 * a[None, :], a3 * a[None, :]
-    inv = (1.0 / tl.where(l > 0.0, l, 1.0))[None, :]
+            a = along(a, ROWS)
+            a0, a1, a2, a3 = a0 * a, a1 * a, a2 * a, a3 * a
+    inv = along(1.0 / tl.where(l > 0.0, l, 1.0), ROWS)
     a0, a1, a2, a3 = a0 * inv, a1 * inv, a2 * inv, a3 * inv
     if parts == 1:
         p_o = out + i_seq.to(tl.int64) * stride_o_seq
         store_planes(
-            p_o, (o_r // GROUP) * stride_o_tok + o_head * stride_o_head, a0, a1, a2, a3, o_v, m_r, D, VP, BLOCK
+            p_o, (o_r // GROUP) * stride_o_tok + o_head * stride_o_head, a0, a1, a2, a3, o_v, m_r, D, VP, BLOCK, TOKENS
         )
         natural = tl.where(l > 0.0, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))
         p_lse = lse + i_seq.to(tl.int64) * q_len * (HEADS_KV * GROUP)
         tl.store(p_lse + (o_r // GROUP) * (HEADS_KV * GROUP) + o_head, natural, mask=m_r)
     else:
         i_part_row = (i_item.to(tl.int64) * HEADS_KV + i_head) * rows
-        store_planes(part_out + i_part_row * D, o_r * D, a0, a1, a2, a3, o_v, m_r, D, VP, BLOCK)
+        store_planes(part_out + i_part_row * D, o_r * D, a0, a1, a2, a3, o_v, m_r, D, VP, BLOCK, TOKENS)
         tl.store(part_lse + i_part_row + o_r, tl.where(l > 0.0, m + tl.log2(l), NEG), mask=m_r)
+
+
+@triton.jit
+def decode_kernel(
+    query, pages, out, lse, part_out, part_lse,
+    items, place_item, seq_lens, page_list, page_index, hot_list, hot_index, hot_pool, sinks,
+    k_hadamard, v_hadamard, dim_scale, pair_index, pair_dim, pair_mu, inner, near, far, position_offset,
+    stride_q_seq, stride_q_tok, stride_q_head, stride_o_seq, stride_o_tok, stride_o_head,
+    stride_page, stride_list, stride_hot, head_bytes, v_codes, k_scales, v_scales,
+    scale, window, cap, q_len, rows,
+    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
+    K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    WK: tl.constexpr, WV: tl.constexpr, HOT_N: tl.constexpr,
+    HAS_SCALE: tl.constexpr, PAIRS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_HOT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKENS: tl.constexpr,
+    STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, PREFETCH: tl.constexpr, DEPENDENT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (kv heads x row blocks, places). See kernels/schedule.py for items, seq_info and the page lists."""
+    if DEPENDENT:
+        gdc_launch_dependents()  # the merge may be put in place; it waits for this grid's end
+    p_place = place_item + tl.program_id(1)
+    first = tl.load(p_place)
+    for i in tl.range(0, tl.load(p_place + 1) - first, num_stages=1):
+        decode_item(
+            first + i, query, pages, out, lse, part_out, part_lse, items, place_item, seq_lens, page_list,
+            page_index, hot_list, hot_index, hot_pool, sinks, k_hadamard, v_hadamard, dim_scale, pair_index,
+            pair_dim, pair_mu, inner, near, far, position_offset, stride_q_seq, stride_q_tok, stride_q_head,
+            stride_o_seq, stride_o_tok, stride_o_head, stride_page, stride_list, stride_hot, head_bytes, v_codes,
+            k_scales, v_scales, scale, window, cap, q_len, rows, HEADS_KV, GROUP, D, N, R, K_BITS, V_BITS, K_SYM,
+            V_SYM, K_ROTATE, V_ROTATE, BLOCK, NORM, WK, WV, HOT_N, HAS_SCALE, PAIRS, HAS_SHIFT, HAS_HOT, HAS_SINKS,
+            WINDOW, SOFTCAP, TOKENS, STAGES, HOT_STAGES, PREFETCH, ASM,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -649,9 +704,9 @@ def decode(
         window=plan.sliding_window is not None,
         softcap=softcap is not None,
     )
-    decode_kernel[(kv_heads * -(-plan.rows // plan.row_block), plan.max_items)](
+    decode_kernel[(kv_heads * -(-plan.rows // plan.row_block), plan.places)](
         query, pages, out, lse, plan.part_out, plan.part_lse,
-        plan.items, plan.seq_info, seq_lens, page_list, plan.page_index, plan.hot_list, plan.hot_index,
+        plan.items, plan.place_item, seq_lens, page_list, plan.page_index, plan.hot_list, plan.hot_index,
         empty if hot is None else hot.pool, empty if sinks is None else sinks,
         plan.k_hadamard, plan.v_hadamard, *((empty,) * 7 if transform is None else transform.decode_tensors()),
         empty if position_offset is None else position_offset,
@@ -663,7 +718,7 @@ def decode(
         DEPENDENT=plan.dependent_launch, ASM=USE_ASM, num_warps=config.num_warps,
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip
-    parts = next_pow2(triton.cdiv(plan.max_items, query.shape[0]))  # of a sequence when all are alike
+    parts = next_pow2(triton.cdiv(plan.places, query.shape[0]))  # of a sequence when all are alike
     dims = 32 if parts > 32 else next_pow2(layout.head_dim)  # many partials: more programs a row
     merge_kernel[(plan.rows * kv_heads, triton.cdiv(layout.head_dim, dims), query.shape[0])](
         out, lse, plan.part_out, plan.part_lse, plan.seq_info, empty if sinks is None else sinks,
@@ -696,5 +751,5 @@ def decode_constants(
         K_ROTATE=key.rotate, V_ROTATE=value.rotate, BLOCK=block, NORM=block**-0.5,
         WK=max(16, next_pow2(head_dim // key.planes)), WV=max(16, next_pow2(head_dim // value.planes)), HOT_N=16,
         HAS_SCALE=has_scale, PAIRS=pairs, HAS_SHIFT=has_shift and pairs > 0, HAS_HOT=has_hot,
-        HAS_SINKS=has_sinks, WINDOW=window, SOFTCAP=softcap,
+        HAS_SINKS=has_sinks, WINDOW=window, SOFTCAP=softcap, TOKENS=0 if row_block == 8 else 1,
     )  # fmt: skip

@@ -162,6 +162,34 @@ def quantized_tile(
 
 
 @triton.jit
+def context_tile(
+    q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
+    v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, own, low, cap,
+    D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
+    WK: tl.constexpr, WV: tl.constexpr, PAIRS: tl.constexpr, MAX_PAIRS: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_HOT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Tile i of N tokens of the context, unless its page is hot; ``p_head``: pages at the head's plane."""
+    STEPS: tl.constexpr = PAGE // N
+    page = tl.load(p_table + i // STEPS).to(tl.int64)
+    slot = -1
+    if HAS_HOT:
+        slot = tl.load(slot_of_page + page)
+    if slot < 0:
+        r = i % STEPS * N
+        p_page = p_head + page * stride_page
+        a0, a1, a2, a3, m, l = quantized_tile(
+            q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
+            p_page + r * (D * K_BITS // 8), p_page + v_codes + r * (D * V_BITS // 8),
+            p_page + k_scales + r * (2 if K_SYM else 4), p_page + v_scales + r * (2 if V_SYM else 4),
+            c_cos, c_sin, p_inner + r * (2 * PAIRS), p_turn + i // STEPS * (2 * MAX_PAIRS), i * N, own, low, cap,
+            D, N, PAGE, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, MASKED, WINDOW, SOFTCAP, ASM,
+        )  # fmt: skip
+    return a0, a1, a2, a3, m, l
+
+
+@triton.jit
 def native_tile(
     q0, q1, q2, q3, a0, a1, a2, a3, m, l, p_key, p_value, stride_k, stride_v, sm, token, own, low, cap,
     D: tl.constexpr, N: tl.constexpr, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
@@ -256,8 +284,6 @@ def prefill_kernel(
     needs no lengths; the last tiles, which see most, go first."""
     KP: tl.constexpr = 16 // K_BITS
     VP: tl.constexpr = 16 // V_BITS
-    K_SCALE: tl.constexpr = 2 if K_SYM else 4
-    V_SCALE: tl.constexpr = 2 if V_SYM else 4
     MAX_PAIRS: tl.constexpr = D // 2
     i_head = tl.program_id(0)
     i_tile = num_tiles - 1 - tl.program_id(1)
@@ -285,10 +311,9 @@ def prefill_kernel(
     o_v = tl.arange(0, WV)
 
     x0, x1, x2, x3, top = load_query(
-        query, o_q, dim_scale + i_head * D, k_hadamard, o_k, m_r, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM
+        query, o_q, dim_scale + i_head * D, k_hadamard, o_k, m_r, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM, 1
     )  # fmt: skip
-    q0, q1 = tl.trans(x0).to(tl.float16), tl.trans(x1).to(tl.float16)  # [R, WK]
-    q2, q3 = tl.trans(x2).to(tl.float16), tl.trans(x3).to(tl.float16)
+    q0, q1, q2, q3 = x0.to(tl.float16), x1.to(tl.float16), x2.to(tl.float16), x3.to(tl.float16)  # [R, WK]
     if SOFTCAP:
         sm_raw = scale
     else:
@@ -338,48 +363,30 @@ def prefill_kernel(
     p_inner = inner + i_head * (4 * N * PAIRS)
     STEPS: tl.constexpr = N // QT
     full = tl.maximum(context // QT, page_lo * STEPS)
+    p_head = pages + i_head * head_bytes
     for i in tl.range(page_lo * STEPS, full, num_stages=STAGES):
-        page = tl.load(p_table + i // STEPS).to(tl.int64)
-        slot = -1
-        if HAS_HOT:
-            slot = tl.load(slot_of_page + page)
-        if slot < 0:
-            r = i % STEPS * QT
-            p_page = pages + page * stride_page + i_head * head_bytes
-            a0, a1, a2, a3, m, l = quantized_tile(
-                q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
-                p_page + r * (D * K_BITS // 8), p_page + v_codes + r * (D * V_BITS // 8),
-                p_page + k_scales + r * K_SCALE, p_page + v_scales + r * V_SCALE,
-                c_cos, c_sin, p_inner + r * (2 * PAIRS), p_turn + i // STEPS * (2 * MAX_PAIRS), i * QT, last, low, cap,
-                D, QT, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, WINDOW, WINDOW, SOFTCAP, ASM,
-            )  # fmt: skip
+        a0, a1, a2, a3, m, l = context_tile(
+            q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
+            v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, last, low, cap,
+            D, QT, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, WINDOW, WINDOW, SOFTCAP, HAS_HOT, ASM,
+        )  # fmt: skip
     for i in tl.range(full, tl.cdiv(context, QT), num_stages=1):  # the last tile, where it is not full
-        page = tl.load(p_table + i // STEPS).to(tl.int64)
-        slot = -1
-        if HAS_HOT:
-            slot = tl.load(slot_of_page + page)
-        if slot < 0:
-            r = i % STEPS * QT
-            p_page = pages + page * stride_page + i_head * head_bytes
-            a0, a1, a2, a3, m, l = quantized_tile(
-                q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
-                p_page + r * (D * K_BITS // 8), p_page + v_codes + r * (D * V_BITS // 8),
-                p_page + k_scales + r * K_SCALE, p_page + v_scales + r * V_SCALE,
-                c_cos, c_sin, p_inner + r * (2 * PAIRS), p_turn + i // STEPS * (2 * MAX_PAIRS), i * QT, last, low, cap,
-                D, QT, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, ASM,
-            )  # fmt: skip
+        a0, a1, a2, a3, m, l = context_tile(
+            q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
+            v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, last, low, cap,
+            D, QT, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, HAS_HOT, ASM,
+        )  # fmt: skip
     if V_ROTATE:
-        x0, x1, x2, x3 = tl.trans(a0), tl.trans(a1), tl.trans(a2), tl.trans(a3)
-        top = plane_max(x0, x1, x2, x3, VP)
+        top = plane_max(a0, a1, a2, a3, VP)
         inv = 1.0 / top
-        x0, x1, x2, x3 = rotate_planes(x0 * inv, x1 * inv, x2 * inv, x3 * inv, v_hadamard, WV, VP, NORM)
-        a0, a1, a2, a3 = tl.trans(x0 * top), tl.trans(x1 * top), tl.trans(x2 * top), tl.trans(x3 * top)
+        a0, a1, a2, a3 = rotate_planes(a0 * inv, a1 * inv, a2 * inv, a3 * inv, v_hadamard, WV, VP, NORM, 1)
+        a0, a1, a2, a3 = a0 * top, a1 * top, a2 * top, a3 * top
 
-    r0 = tl.trans(load_query_plane(query, o_q, o_v, m_r, 0, VP, D, BLOCK))
-    r1 = tl.trans(load_query_plane(query, o_q, o_v, m_r, 1, VP, D, BLOCK))
+    r0 = load_query_plane(query, o_q, o_v, m_r, 0, VP, D, BLOCK, 1)  # [R, WV]
+    r1 = load_query_plane(query, o_q, o_v, m_r, 1, VP, D, BLOCK, 1)
     if VP == 4:
-        r2 = tl.trans(load_query_plane(query, o_q, o_v, m_r, 2, VP, D, BLOCK))
-        r3 = tl.trans(load_query_plane(query, o_q, o_v, m_r, 3, VP, D, BLOCK))
+        r2 = load_query_plane(query, o_q, o_v, m_r, 2, VP, D, BLOCK, 1)
+        r3 = load_query_plane(query, o_q, o_v, m_r, 3, VP, D, BLOCK, 1)
     else:
         r2, r3 = r0, r1
     if not ASM:  # the interpreter multiplies bf16 wrongly
@@ -427,8 +434,7 @@ def prefill_kernel(
     inv = (1.0 / tl.where(l > 0.0, l, 1.0))[:, None]
     out += (first + token) * stride_o_tok
     o_o = o_t * stride_o_tok + o_head * stride_o_head
-    x0, x1, x2, x3 = tl.trans(a0 * inv), tl.trans(a1 * inv), tl.trans(a2 * inv), tl.trans(a3 * inv)
-    store_planes(out, o_o, x0, x1, x2, x3, o_v, m_r, D, VP, BLOCK)
+    store_planes(out, o_o, a0 * inv, a1 * inv, a2 * inv, a3 * inv, o_v, m_r, D, VP, BLOCK, 1)
     p_lse = lse + (first + token) * (HEADS_KV * GROUP)
     tl.store(p_lse + o_t * (HEADS_KV * GROUP) + o_head, (m + tl.log2(l)) * 0.6931471805599453, mask=m_r)
 

@@ -1,16 +1,24 @@
-"""Splits a decode batch into equal work items on the device, so that a captured graph follows changing lengths.
+"""Splits a decode batch over a fixed number of places on the device, so that a captured graph follows changing lengths.
 
-Run once a step, for all layers. An item is (sequence, part); a sequence of ``n`` cost units gets ``ceil(n / chunk)``
-parts of equal size, chunk being the smallest for which the batch has at most ``target`` items (a binary search every
-program repeats). A hot page costs HOT_COST quantized pages. Arrays, all int32, -1 marks an unused item:
+Run once a step, for all layers. A place is what the programs of one grid index do, one for each kv head; an item is a
+part of a sequence, done by one place. Costs are counted in quantized pages, a hot page as HOT_COST of them.
 
-    items     [max_items, ITEM]   sequence, parts of the sequence, list entries [lo, hi) of quantized pages, entries
-                                  [lo, hi) of hot pages, and the list entries whose pages every row sees whole
-    seq_info  [num_seqs, 2]       parts, first item
+* Even: a sequence of ``n`` pages gets ``ceil(n / chunk)`` equal parts, a place each, chunk being the smallest for which
+  they are at most ``places`` (a binary search that every program repeats).
+* Where that leaves a chunk over SLACK times an even share of the batch, which is what lengths that differ do, the
+  sequences are laid end to end and cut into equal shares: a place does the end of one sequence and the start of others.
+  There each sequence costs START pages more.
+
+Arrays, all int32:
+
+    items       [max_items, ITEM]   sequence, parts of the sequence, list entries [lo, hi) of quantized pages, entries
+                                    [lo, hi) of hot pages, and the list entries whose pages every row sees whole
+    place_item  [places + 1]        first item of each place
+    seq_info    [num_seqs, 2]       parts, first item
     page_list, page_index, hot_list, hot_index [num_seqs, max_pages]    only where pages may be hot: physical page (or
                                   hot slot) and index in the sequence; otherwise the block table is the list
 
-The parts of a sequence share its cost evenly, counted from its hot pages on.
+The cost of a sequence is counted from its hot pages on.
 """
 
 from __future__ import annotations
@@ -24,6 +32,8 @@ from kvq.plan import HOT_COST, ITEM, DecodePlan
 from kvq.reference import HotPool
 
 ITEM_FIELDS = tl.constexpr(ITEM)
+SLACK = tl.constexpr(1.06)
+START = tl.constexpr(3)  # quantized pages that take as long as the start of an item: its query, its first page
 
 
 @triton.jit
@@ -85,7 +95,7 @@ def compact_kernel(
 
 @triton.jit
 def schedule_kernel(
-    seq_lens, counts, items, seq_info, num_seqs, max_items, target, min_chunk, q_len, window,
+    seq_lens, counts, items, place_item, seq_info, num_seqs, places, min_chunk, q_len, window,
     N: tl.constexpr, WINDOW: tl.constexpr, HAS_HOT: tl.constexpr, COST: tl.constexpr, B: tl.constexpr,
     I: tl.constexpr,
 ):  # fmt: skip
@@ -102,17 +112,24 @@ def schedule_kernel(
         hot = cold * 0
     cost = cold + COST * hot
     small = tl.maximum(min_chunk, 1)
+    laid = tl.where(cost > 0, cost + START, 0)
+    share = tl.maximum(tl.cdiv(tl.sum(laid, 0), places), small)
     large = tl.maximum(tl.max(cost, 0), small)
     while small < large:
         middle = (small + large) // 2
-        fits = tl.sum((cost + middle - 1) // middle, 0) <= target
+        fits = tl.sum(tl.cdiv(cost, middle), 0) <= places
         small = tl.where(fits, small, middle + 1)
         large = tl.where(fits, middle, large)
-    parts = (cost + small - 1) // small
-    total = tl.sum(parts, 0)
+    even = tl.sum(tl.cdiv(cost, small), 0) <= places
+    even &= small.to(tl.float32) <= SLACK * share.to(tl.float32)
+    start = tl.cumsum(laid, 0) - laid
+    first_place = start // share
+    cuts = tl.where(cost > 0, (start + laid - 1) // share - first_place + 1, 0)
+    parts = tl.where(even, tl.cdiv(cost, small), cuts)
     own = o_b == i_seq
     mine = tl.sum(tl.where(own, parts, 0), 0)
     first = tl.sum(tl.where(o_b < i_seq, parts, 0), 0)
+    own_start = tl.sum(tl.where(own, start, 0), 0)
     own_len = tl.load(seq_lens + i_seq)
     own_lo, own_hi = page_range(own_len, q_len, window, N, WINDOW)
     full_lo, full_hi = full_range(own_len, q_len, window, N, WINDOW)
@@ -127,11 +144,13 @@ def schedule_kernel(
     tl.store(seq_info + 2 * i_seq + 1, first)
     hot_cost = COST * own_hot
     whole = own_hi - own_lo + hot_cost
-    for start in range(0, mine, I):
-        part = start + tl.arange(0, I)
+    for begin in range(0, mine, I):
+        part = begin + tl.arange(0, I)
         mask = part < mine
         p_item = items + ITEM_FIELDS * (first + part)
-        cost_lo, cost_hi = whole * part // mine, whole * (part + 1) // mine
+        cut = (own_start // share + part) * share - own_start
+        cost_lo = tl.where(even, whole * part // mine, tl.maximum(cut - START, 0))
+        cost_hi = tl.where(even, whole * (part + 1) // mine, tl.minimum(tl.maximum(cut + share - START, 0), whole))
         tl.store(p_item, i_seq, mask=mask)
         tl.store(p_item + 1, mine, mask=mask)
         tl.store(p_item + 2, own_lo + tl.maximum(cost_lo - hot_cost, 0), mask=mask)
@@ -140,10 +159,10 @@ def schedule_kernel(
         tl.store(p_item + 5, tl.minimum(tl.cdiv(cost_hi, COST), own_hot), mask=mask)
         tl.store(p_item + 6, full_lo, mask=mask)
         tl.store(p_item + 7, full_hi, mask=mask)
-    if i_seq == 0:
-        for start in range(total, max_items, I):
-            o = start + tl.arange(0, I)
-            tl.store(items + ITEM_FIELDS * o, -1, mask=o < max_items)
+    total = tl.sum(parts, 0)
+    for place in range(i_seq, places + 1, num_seqs):
+        before = tl.sum(tl.minimum(tl.maximum(place - first_place, 0), parts), 0)
+        tl.store(place_item + place, tl.where(even, tl.minimum(place, total), before))
 
 
 def schedule(plan: DecodePlan, block_tables: torch.Tensor, seq_lens: torch.Tensor, hot: HotPool | None) -> None:
@@ -157,7 +176,7 @@ def schedule(plan: DecodePlan, block_tables: torch.Tensor, seq_lens: torch.Tenso
             N=page_size, WINDOW=window is not None, B=min(1024, max(32, next_pow2(plan.max_pages))), num_warps=4,
         )  # fmt: skip
     schedule_kernel[(num_seqs,)](
-        seq_lens, plan.counts, plan.items, plan.seq_info, num_seqs, plan.max_items, plan.target,
+        seq_lens, plan.counts, plan.items, plan.place_item, plan.seq_info, num_seqs, plan.places,
         plan.config.min_chunk, q_len, window or 0, N=page_size, WINDOW=window is not None, HAS_HOT=hot is not None,
         COST=HOT_COST, B=next_pow2(num_seqs), I=128, num_warps=4,
     )  # fmt: skip

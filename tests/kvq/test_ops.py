@@ -296,6 +296,7 @@ def test_gather_in_chunks_needs_no_buffer_of_the_whole_context() -> None:  # vLL
         ({"out": torch.zeros(2, 64, 4).transpose(1, 2)}, ValueError, "out has shape .* contiguous in its last dim"),
         ({"out": torch.zeros(2, 4, 64, dtype=torch.int32)}, TypeError, r"out is torch\.int32; allowed"),
         ({"scale": float("inf")}, ValueError, "scale is inf; it must be finite"),
+        ({"scale": -0.1}, ValueError, "scale is -0.1; it must be finite and at least 0"),
         ({"check": "none"}, ValueError, "check is 'none'; allowed: 'sync', 'flag'"),
     ],
 )
