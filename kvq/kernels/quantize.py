@@ -19,6 +19,7 @@ from kvq.reference import HotPool, hadamard_block, word_hadamard
 
 WRITE_SMALL, WRITE_LARGE = (16, 2), (16, 1)  # tokens a program, warps: of a decode batch, of a prefill chunk
 FP16_MAX = tl.constexpr(65504.0)
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23
 BAD_SLOT = tl.constexpr(0)  # entries of the status word, see ops.new_status
 NOT_FINITE = tl.constexpr(1)
 CLAMPED = tl.constexpr(2)
@@ -26,56 +27,60 @@ BAD_POSITION = tl.constexpr(3)
 
 
 @triton.jit
-def load_part(
-    p_row, o_row, dim, m_d, p_mu, p_scale, dim_pair, far, near, pos,
-    D: tl.constexpr, N: tl.constexpr, KV_HEADS: tl.constexpr, PADDED: tl.constexpr,
-    HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, RAW: tl.constexpr, CLAMP: tl.constexpr,
-):  # fmt: skip
-    """Dims ``dim`` of T rows, those of ``m_d`` where PADDED: as they are if RAW, else float32, less the offset and
-    divided by the pair scale."""
-    p_x = p_row + (o_row[:, None] + dim[None, :])
-    if PADDED:
-        x = tl.load(p_x, mask=m_d[None, :], other=0.0)
-    else:
-        x = tl.load(p_x)
-    if not RAW:
-        x = x.to(tl.float32)
-        if CLAMP:
-            x = tame(x)
-        if HAS_MU:
-            pair = tl.load(dim_pair + dim, mask=m_d, other=0)
-            p_far = far + (pos // N)[:, None] * D + pair[None, :]
-            p_near = near + (pos % N)[:, None] * D + pair[None, :]
-            f_cos, f_sin = tl.load(p_far), tl.load(p_far + D // 2)
-            n_cos, n_sin = tl.load(p_near), tl.load(p_near + D // 2)
-            mu = tl.load(p_mu + dim, mask=m_d, other=0.0)
-            partner = tl.load(p_mu + KV_HEADS * D + dim, mask=m_d, other=0.0)
-            x -= mu[None, :] * (f_cos * n_cos - f_sin * n_sin) + partner[None, :] * (f_sin * n_cos + f_cos * n_sin)
-        if HAS_SCALE:
-            x /= tl.load(p_scale + dim, mask=m_d, other=1.0)[None, :]
-    return x
+def turn(far, near, pos, pair, D: tl.constexpr, N: tl.constexpr):
+    """Cosine and sine of the angles of ``pair`` at positions ``pos`` [T]: [T, pairs] each."""
+    p_far = far + ((pos // N).to(tl.int32) * D)[:, None] + pair[None, :]
+    p_near = near + ((pos % N).to(tl.int32) * D)[:, None] + pair[None, :]
+    f_cos, f_sin = tl.load(p_far), tl.load(p_far + D // 2)
+    n_cos, n_sin = tl.load(p_near), tl.load(p_near + D // 2)
+    return f_cos * n_cos - f_sin * n_sin, f_sin * n_cos + f_cos * n_sin
 
 
 @triton.jit
 def load_rows(
     p_row, o_row, p_mu, p_scale, dim_pair, far, near, pos,
     PLANES: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
-    KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, RAW: tl.constexpr, CLAMP: tl.constexpr,
+    KV_HEADS: tl.constexpr, HAS_MU: tl.constexpr, HALVES: tl.constexpr, HAS_SCALE: tl.constexpr, RAW: tl.constexpr,
+    CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """The planes of T rows in two parts, the first and second half of them side by side: [T, PLANES * W / 2] each."""
+    """The planes of T rows in two parts, the first and second half of them side by side: [T, PLANES * W / 2] each.
+
+    As they are if RAW, else float32, less the offset and divided by the pair scale. HALVES: pairs of dims stand at the
+    same place of the two parts.
+    """
     RUN: tl.constexpr = BLOCK // PLANES
+    PADDED: tl.constexpr = W * PLANES != D
     o_u = tl.arange(0, PLANES // 2 * W)
     m_u = o_u % W < D // PLANES
-    dim = plane_dim(o_u % W, 0, PLANES, BLOCK) + o_u // W * RUN
-    dim = tl.max_contiguous(tl.multiple_of(dim, RUN), RUN)
-    x0 = load_part(
-        p_row, o_row, dim, m_u, p_mu, p_scale, dim_pair, far, near, pos,
-        D, N, KV_HEADS, W * PLANES != D, HAS_MU, HAS_SCALE, RAW, CLAMP,
-    )  # fmt: skip
-    x1 = load_part(
-        p_row, o_row, dim + BLOCK // 2, m_u, p_mu, p_scale, dim_pair, far, near, pos,
-        D, N, KV_HEADS, W * PLANES != D, HAS_MU, HAS_SCALE, RAW, CLAMP,
-    )  # fmt: skip
+    d0 = plane_dim(o_u % W, 0, PLANES, BLOCK) + o_u // W * RUN
+    d0 = tl.max_contiguous(tl.multiple_of(d0, RUN), RUN)
+    d1 = d0 + BLOCK // 2
+    p_x = p_row + (o_row[:, None] + d0[None, :])
+    if PADDED:
+        x0 = tl.load(p_x, mask=m_u[None, :], other=0.0)
+        x1 = tl.load(p_x + BLOCK // 2, mask=m_u[None, :], other=0.0)
+    else:
+        x0, x1 = tl.load(p_x), tl.load(p_x + BLOCK // 2)
+    if not RAW:
+        x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
+        if CLAMP:
+            x0, x1 = tame(x0), tame(x1)
+        if HAS_MU:
+            mu0, mu1 = tl.load(p_mu + d0, mask=m_u, other=0.0), tl.load(p_mu + d1, mask=m_u, other=0.0)
+            p_mu += KV_HEADS * D
+            partner0, partner1 = tl.load(p_mu + d0, mask=m_u, other=0.0), tl.load(p_mu + d1, mask=m_u, other=0.0)
+            if HALVES:
+                cos, sin = turn(far, near, pos, o_u, D, N)
+                x0 -= mu0[None, :] * cos + partner0[None, :] * sin
+                x1 -= mu1[None, :] * cos + partner1[None, :] * sin
+            else:
+                cos, sin = turn(far, near, pos, tl.load(dim_pair + d0, mask=m_u, other=0), D, N)
+                x0 -= mu0[None, :] * cos + partner0[None, :] * sin
+                cos, sin = turn(far, near, pos, tl.load(dim_pair + d1, mask=m_u, other=0), D, N)
+                x1 -= mu1[None, :] * cos + partner1[None, :] * sin
+        if HAS_SCALE:
+            x0 *= (1.0 / tl.load(p_scale + d0, mask=m_u, other=1.0))[None, :]
+            x1 *= (1.0 / tl.load(p_scale + d1, mask=m_u, other=1.0))[None, :]
     return x0, x1
 
 
@@ -86,21 +91,17 @@ def rotate_rows(x, h, RAW: tl.constexpr, ASM: tl.constexpr):
         y = tl.dot(x.to(tl.float32), h.to(tl.float32))
     elif RAW:
         y = tl.dot(x, h)
-    else:  # float32 is the sum of three bf16
+    else:  # two bf16 hold 16 bits of a float32
         high = x.to(tl.bfloat16)
-        rest = x - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
         h = h.to(tl.bfloat16)
-        y = tl.dot((rest - middle.to(tl.float32)).to(tl.bfloat16), h)
-        y = tl.dot(middle, h, y)
-        y = tl.dot(high, h, y)
+        y = tl.dot(high, h, tl.dot((x - high.to(tl.float32)).to(tl.bfloat16), h))
     return y
 
 
 @triton.jit
 def quantize_rows(
     x0, x1, p_row, o_row, h,
-    BITS: tl.constexpr, SYM: tl.constexpr, CLIP: tl.constexpr, ROTATE: tl.constexpr,
+    BITS: tl.constexpr, SYM: tl.constexpr, CLIP: tl.constexpr, FIT: tl.constexpr, ROTATE: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Words int16 [T, W] of T rows in two parts, and by row: scale and zero in one int32 (symmetric: the scale as
@@ -108,11 +109,12 @@ def quantize_rows(
     PLANES: tl.constexpr = 16 // BITS
     TOP: tl.constexpr = (1 << BITS) - 1
     UNIT: tl.constexpr = NORM if ROTATE else 1.0
+    PADDED: tl.constexpr = W * PLANES != D
     mean = 0.0
     if ROTATE:  # the parts are x0 + x1 and x0 - x1; the larger of them is x0 + |x1|
         x0, x1 = rotate_rows(x0, h, RAW, ASM), rotate_rows(x1, h, RAW, ASM)
         hi, lo = add_size(x0, x1, ASM), subtract_size(x0, x1, ASM)
-        if CLIP < 1.0 and not SYM:
+        if (CLIP < 1.0 or FIT) and not SYM:
             if RAW:  # the sum of a rotated block is its first value times its size
                 mean = tl.load(p_row + o_row).to(tl.float32)
                 for i in tl.static_range(1, D // BLOCK):
@@ -123,45 +125,77 @@ def quantize_rows(
     else:
         x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
         hi, lo = max_nan(x0, x1), tl.minimum(x0, x1)
-        if CLIP < 1.0 and not SYM:
+        if (CLIP < 1.0 or FIT) and not SYM:
             mean = tl.sum(x0 + x1, 1) * (1.0 / D)
-    if W * PLANES != D:
+    if PADDED:
         m_u = (tl.arange(0, PLANES // 2 * W) % W < D // PLANES)[None, :]
         hi, lo = tl.where(m_u, hi, -float("inf")), tl.where(m_u, lo, float("inf"))
     hi, lo = tl.reduce(hi, 1, max_nan) * UNIT, tl.min(lo, 1) * UNIT
     finite = (hi < float("inf")) & (lo > -float("inf"))
     clamped = tl.maximum(hi, -lo) > FP16_MAX
     hi, lo = clamp_fp16(hi), clamp_fp16(lo)
+    BIAS: tl.constexpr = 1 << (BITS - 1) if SYM else 0
+    zero = tl.zeros_like(lo).to(tl.float16)
     if SYM:
-        BIAS: tl.constexpr = 1 << (BITS - 1)
         scale = (tl.where(hi > -lo, hi, lo) * (-CLIP / BIAS)).to(tl.float16)
-        base = tl.zeros_like(lo)
-        stored = scale.to(tl.int16, bitcast=True)
+    elif CLIP < 1.0:
+        mean = tl.minimum(tl.maximum(mean, lo), hi)
+        zero = fp16_down(lo + (1.0 - CLIP) * (mean - lo), ASM)
+        scale = ((hi - (1.0 - CLIP) * (hi - mean) - zero.to(tl.float32)) * (1.0 / TOP)).to(tl.float16)
     else:
-        BIAS: tl.constexpr = 0
-        if CLIP < 1.0:
-            mean = tl.minimum(tl.maximum(mean, lo), hi)
-            lo += (1.0 - CLIP) * (mean - lo)
-            hi -= (1.0 - CLIP) * (hi - mean)
         zero = fp16_down(lo, ASM)
-        base = zero.to(tl.float32)
-        scale = ((hi - base) * (1.0 / TOP)).to(tl.float16)
-        low = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        stored = low | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        scale = ((hi - zero.to(tl.float32)) * (1.0 / TOP)).to(tl.float16)
     size = scale.to(tl.float32)
     inv = tl.where(size == 0.0, 0.0, reciprocal(size, ASM))
     # Codes over TOP, so that saturation to [0, 1] clamps them too.
     step = (inv * (UNIT / TOP))[:, None]
-    shift = ((BIAS - base * inv) * (1.0 / TOP))[:, None]
+    if FIT and not SYM:
+        shift = ((mean - zero.to(tl.float32)) * inv * (1.0 / TOP))[:, None]
+        x0 -= (mean * (1.0 / UNIT))[:, None]
+        if not ROTATE:
+            x1 -= mean[:, None]
+    else:
+        shift = ((BIAS - zero.to(tl.float32) * inv) * (1.0 / TOP))[:, None]
+    if PADDED:
+        x0 = tl.where(m_u, x0, 0.0)
     if ROTATE:
-        x0 = x0 * step + shift
-        c0, c1 = saturating_fma(x1, step, x0, ASM), saturating_fma(x1, -step, x0, ASM)
+        y = x0 * step + shift
+        c0, c1 = saturating_fma(x1, step, y, ASM), saturating_fma(x1, -step, y, ASM)
     else:
         c0, c1 = saturating_fma(x0, step, shift, ASM), saturating_fma(x1, step, shift, ASM)
-    word = round_code(c0, TOP) + (round_code(c1, TOP) << 8)
+    # Adding 1.5 * 2^23 rounds to an integer, which then is in the low mantissa bits. Bits 0 to 15 of that constant are
+    # zero, so that codes can be shifted and added into a word of 16 bits as they are. With the other sign the code is
+    # negated, and the sum of both is that of the codes.
+    c0, c1 = c0 * TOP + MAGIC, c1 * TOP - MAGIC
+    word = c0.to(tl.int32, bitcast=True) - c1.to(tl.int32, bitcast=True) * 256
     if PLANES == 4:
         even, odd = tl.split(tl.permute(tl.reshape(word, [word.shape[0], 2, W]), (0, 2, 1)))
         word = even + (odd << 4)
+    if FIT:  # reference.fit_rows
+        total = c0 + c1
+        c0 -= MAGIC + BIAS
+        if SYM:
+            total -= 2 * BIAS
+        if PADDED:
+            total = tl.where(m_u, total, 0.0)
+        if ROTATE:
+            square = tl.sum(x0 * x0 + x1 * x1, 1) * (2.0 * UNIT)
+            product = tl.sum(total * x0 + (2.0 * c0 - total) * x1, 1)
+        else:
+            square = tl.sum(x0 * x0 + x1 * x1, 1)
+            product = tl.sum(c0 * x0 + (total - c0) * x1, 1)
+        fits = (size != 0.0) & (clamped == 0)
+        if not SYM:
+            fits &= tl.maximum(tl.abs(lo), tl.abs(hi)) <= 32.0 * (hi - lo)
+        scale = tl.where(fits, (square / tl.where(fits, product, 1.0)).to(tl.float16), scale)
+        if not SYM:
+            middle = mean - scale.to(tl.float32) * tl.sum(total, 1) * (1.0 / D)
+            zero = tl.where(fits, clamp_fp16(middle).to(tl.float16), zero)
+    if SYM:
+        stored = scale.to(tl.int16, bitcast=True)
+    else:
+        low = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        stored = low | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     return word.to(tl.int16), stored, finite, clamped
 
 
@@ -273,16 +307,6 @@ def reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def round_code(part, TOP: tl.constexpr):
-    """``part`` * TOP rounded to the nearest integer, in the low 16 bits of an int32.
-
-    Adding 1.5 * 2^23 rounds; the low mantissa bits then are the code, and bits 0 to 15 of that constant are zero. So
-    codes can be shifted and added into a word of 16 bits as they are.
-    """
-    return (part * TOP + 12582912.0).to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def saturating_fma(x, y, z, ASM: tl.constexpr):
     """x y + z clamped to [0, 1]."""
     x, y = tl.broadcast(x, y)
@@ -305,9 +329,10 @@ def write_kernel(
     KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
     K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, K_CLIP: tl.constexpr, V_CLIP: tl.constexpr,
+    K_FIT: tl.constexpr, V_FIT: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    HAS_MU: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr, CHECK: tl.constexpr, CLAMP: tl.constexpr,
-    HAS_VALUE: tl.constexpr, RAW: tl.constexpr, ASM: tl.constexpr,
+    HAS_MU: tl.constexpr, HALVES: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr,
+    CHECK: tl.constexpr, CLAMP: tl.constexpr, HAS_VALUE: tl.constexpr, RAW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, blocks of T tokens)."""
     i_head = tl.program_id(0)
@@ -323,16 +348,15 @@ def write_kernel(
         pos = tl.load(positions + start + o_near).to(tl.int64)
         known = (pos >= 0) & (pos <= max_position)
         pos = tl.where(known, pos, 0)
-    # K and V are asked for before the slots, so that one wait is enough for all of them.
     RAW_KEY: tl.constexpr = RAW and not HAS_MU and not HAS_SCALE
     k0, k1 = load_rows(
         p_k, o_k, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair, far, near, pos,
-        16 // K_BITS, D, WK, BLOCK, N, KV_HEADS, HAS_MU, HAS_SCALE, RAW_KEY, CLAMP,
+        16 // K_BITS, D, WK, BLOCK, N, KV_HEADS, HAS_MU, HALVES, HAS_SCALE, RAW_KEY, CLAMP,
     )  # fmt: skip
-    if HAS_VALUE:
+    if HAS_VALUE and RAW_KEY:  # K, V and the slots are asked for together, so that one wait is enough for all of them
         v0, v1 = load_rows(
             p_v, o_v, dim_mu, dim_scale, dim_pair, far, near, pos,
-            16 // V_BITS, D, WV, BLOCK, N, KV_HEADS, False, False, RAW, CLAMP,
+            16 // V_BITS, D, WV, BLOCK, N, KV_HEADS, False, False, False, RAW, CLAMP,
         )  # fmt: skip
     slot = tl.load(slot_mapping + start + o_t, mask=inside, other=-1).to(tl.int64)
     page = slot // N
@@ -356,12 +380,17 @@ def write_kernel(
         UV: tl.constexpr = 8 // V_BITS * WV
         v_h = tl.load(v_hadamard + tl.arange(0, UV)[:, None] * UV + tl.arange(0, UV)[None, :])
     k_word, k_stored, good, over = quantize_rows(
-        k0, k1, p_k, o_k, k_h, K_BITS, K_SYM, K_CLIP, K_ROTATE, D, WK, BLOCK, NORM, RAW_KEY, ASM
+        k0, k1, p_k, o_k, k_h, K_BITS, K_SYM, K_CLIP, K_FIT, K_ROTATE, D, WK, BLOCK, NORM, RAW_KEY, ASM
     )
     over = over.to(tl.int32)
     if HAS_VALUE:
+        if not RAW_KEY:  # K took the registers
+            v0, v1 = load_rows(
+                p_v, o_v, dim_mu, dim_scale, dim_pair, far, near, pos,
+                16 // V_BITS, D, WV, BLOCK, N, KV_HEADS, False, False, False, RAW, CLAMP,
+            )  # fmt: skip
         v_word, v_stored, v_good, v_over = quantize_rows(
-            v0, v1, p_v, o_v, v_h, V_BITS, V_SYM, V_CLIP, V_ROTATE, D, WV, BLOCK, NORM, RAW, ASM
+            v0, v1, p_v, o_v, v_h, V_BITS, V_SYM, V_CLIP, V_FIT, V_ROTATE, D, WV, BLOCK, NORM, RAW, ASM
         )
         good = good & v_good
         over += v_over.to(tl.int32)
@@ -421,9 +450,11 @@ def write(
         return
     per_program, warps = WRITE_SMALL if tokens <= 1024 else WRITE_LARGE
     has_mu = transform is not None and transform.pairs > 0
-    tables = (status,) * 5
+    tables, halves = (status,) * 5, False
     if transform is not None:
         tables = (transform.dim_scale, transform.dim_pair, transform.dim_mu, transform.near, transform.far)
+        source = transform.source
+        halves = block == head_dim == source.rotary_dim and not source.interleaved
     write_kernel[(layout.kv_heads, triton.cdiv(tokens, per_program))](
         key, key if value is None else value, slot_mapping, slot_mapping if positions is None else positions, pages,
         key if hot is None else hot.pool, status if hot is None else hot.index,
@@ -435,9 +466,10 @@ def write(
         tokens, pages.shape[0], 0 if transform is None else transform.max_position,
         KV_HEADS=layout.kv_heads, D=head_dim, DP=next_pow2(head_dim), N=layout.page_size, T=per_program,
         K_BITS=ks.bits, V_BITS=vs.bits, K_SYM=ks.symmetric, V_SYM=vs.symmetric, K_ROTATE=ks.rotate,
-        V_ROTATE=vs.rotate, K_CLIP=ks.clip, V_CLIP=vs.clip,
+        V_ROTATE=vs.rotate, K_CLIP=ks.clip, V_CLIP=vs.clip, K_FIT=ks.fit, V_FIT=vs.fit,
         WK=max(16, next_pow2(head_dim // ks.planes)), WV=max(16, next_pow2(head_dim // vs.planes)),
-        BLOCK=block, NORM=block**-0.5, HAS_MU=has_mu, HAS_SCALE=transform is not None and transform.has_scale,
+        BLOCK=block, NORM=block**-0.5, HAS_MU=has_mu, HALVES=has_mu and halves,
+        HAS_SCALE=transform is not None and transform.has_scale,
         HAS_HOT=hot is not None, CHECK=check, CLAMP=clamp, HAS_VALUE=value is not None,
         RAW=not clamp and key.dtype != torch.float32, ASM=USE_ASM, num_warps=warps,
     )  # fmt: skip
