@@ -365,6 +365,34 @@ def test_an_expired_lease_is_given_up_before_a_cheaper_live_one(engine):
     assert [lease.key.program_id for lease in e.policy.pins] == ["cheap"]
 
 
+def test_an_expired_trtllm_lease_goes_to_the_back_of_everyone_s_queue(engine):
+    """TensorRT-LLM: on expiry the level is the default again, behind all blocks that were free before, tail first."""
+    e = engine("trtllm", blocks=20, duration_s=5.0)
+    e.turn("agent", chain("p", 4), calls=[BASH])
+    e.turn(None, chain("later", 4))
+    e.advance(4.9)
+    e.step()
+    assert len(e.leases) == 1
+    e.advance(0.1)
+    e.step()
+    assert not e.leases
+    order = [e.content[block] for block in e.free]
+    assert [c for c in order if c] == [*reversed(chain("later", 4)), *reversed(chain("p", 4))]
+
+
+def test_trtllm_s_clock_restarts_at_each_release(engine):
+    e = engine("trtllm", blocks=64, duration_s=5.0)
+    e.turn("agent", chain("p", 4), calls=[BASH])
+    e.advance(4.0)
+    e.turn("agent", chain("p", 6), calls=[BASH])
+    e.advance(4.0)
+    e.step()
+    assert len(e.leases) == 1
+    e.advance(1.0)
+    e.step()
+    assert not e.leases
+
+
 def test_hints_release_the_program(engine):
     e = engine("value", blocks=64)
     e.turn("agent", chain("agent", 10), calls=[BASH])

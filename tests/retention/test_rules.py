@@ -81,6 +81,37 @@ def test_continuum_eta_is_the_negative_correlation_of_turns_done_and_left():
     assert rule.eta == pytest.approx(-corr)
 
 
+def test_continuum_by_hand_with_queueing_eta_and_a_quadratic_reload():
+    rule = Continuum(samples=3)
+    rule.cost = PrefillCost(prior=(2e-6, 1e-3, 0.5))  # 1000 tokens: 2 + 1 + 0.5 = 3.5 s
+    for seconds in (1.0, 1.0, 4.0, 8.0):
+        rule.returned([BASH], seconds)
+    for seconds in (2.0, 6.0):  # T = 4
+        rule.queued(seconds, retained=False)
+    rule.ended(2)  # (1, 1), (2, 0)
+    rule.ended(2)
+    rule.ended(4)  # (1, 3), (2, 2), (3, 1), (4, 0)
+    # n = 8, sum k = 16, sum N-k = 8, kk = 40, yy = 16, ky = 12: (8*12 - 16*8) / sqrt((320-256) * (128-64)) = -0.5
+    assert rule.eta == pytest.approx(0.5)
+    # B = 4 * 0.5 + 3.5 = 5.5: F(1) B - 1 = 1.75, F(4) B - 4 = 0.125, F(8) B - 8 = -2.5
+    assert rule.ttl(lease(tokens=1000), 0.0) == 1.0
+    # 3000 tokens reload in 18 + 3 + 0.5 = 21.5 s, B = 23.5: 10.75, 13.625, 15.5
+    assert rule.ttl(lease(tokens=3000), 0.0) == 8.0
+
+
+def test_continuum_keeps_nothing_when_the_order_of_turns_makes_waiting_pay():
+    """eta may be negative: programs that have done more turns have more left. Then queueing speaks against a pin."""
+    rule = Continuum(samples=1)
+    rule.cost = linear(3.0 / 1600)
+    for seconds in (1.0, 1.0):
+        rule.returned([BASH], seconds)
+    assert rule.ttl(lease(), 0.0) == 1.0  # 3 - 1
+    rule.queued(10.0, retained=False)
+    rule._sums = [2.0, 3.0, 3.0, 5.0, 5.0, 5.0]  # (1, 1), (2, 2): correlation 1
+    assert rule.eta == -1.0
+    assert rule.ttl(lease(), 0.0) == 0.0  # B = -10 + 3
+
+
 def test_continuum_gives_up_the_latest_program_and_serves_the_earliest_retained_one():
     rule = Continuum()
     old, new = lease(first_arrival=1.0), lease(first_arrival=2.0)
@@ -147,6 +178,22 @@ def test_value_density_by_hand():
     # P = 1/2, saved 2 s, held 1.75 s on average, 100 blocks
     assert rule.rank(item, 0.0) == pytest.approx((0.5 * 2.0 / (100 * 1.75),))
     assert rule.rank(item, 2.0) == (0.0,)
+
+
+def test_value_density_by_hand_with_shared_blocks_priority_and_a_tool_that_runs():
+    rule = Value()
+    rule.cost = PrefillCost(prior=(1e-6, 1e-3, 0.7))  # d is paid anyway
+    rule.predictor.curve = lambda calls: Survival([1.0, 2.0, 10.0], [0.25, 0.5, 0.75])
+    item = lease(tokens=2000, blocks=100, shared=25, priority=2.0)
+    item.deadline = 10.0
+    # 500 tokens are shared: 4 + 2 - (0.25 + 0.5) = 5.25 s saved, 75 blocks charged.
+    # E[min(D, 10)] = 1 + 0.75 + 0.5 * 8 = 5.75
+    assert rule.rank(item, 0.0) == pytest.approx((0.75 * 5.25 * 2 / 75 / 5.75,))
+    # After 4 s: P = (0.75 - 0.5) / 0.5, held 6 s in any case
+    assert rule.rank(item, 4.0) == pytest.approx((0.5 * 5.25 * 2 / 75 / 6.0,))
+    # Its program waits: nothing to hope for and nothing to hold, 5.25 s for 75 blocks
+    item.waiting = 1
+    assert rule.rank(item, 4.0) == pytest.approx((5.25 * 2 / 75,))
 
 
 @pytest.mark.parametrize(
