@@ -109,8 +109,8 @@ def quantize_rows(
     Values beyond fp16 are clamped.
     """
     top = scheme.levels - 1
-    x = x.clamp(-FP16_MAX, FP16_MAX)
-    lo, hi = (end(dim, keepdim=True) for end in (x.amin, x.amax))
+    ends = [end(dim, keepdim=True) for end in (x.amin, x.amax)]
+    lo, hi = (end.clamp(-FP16_MAX, FP16_MAX) for end in ends)
     mean = x.mean(dim, keepdim=True).clamp(lo, hi)
     bias = scheme.levels // 2 if scheme.symmetric else 0
     if scheme.symmetric:
@@ -125,7 +125,7 @@ def quantize_rows(
     codes = (steps.round() + bias).clamp(0, top)
     zero = None if scheme.symmetric else base.half()
     if scheme.fit:
-        scale, zero = fit_rows(steps, codes - bias, scale, zero, mean, lo, hi, dim)
+        scale, zero = fit_rows(steps, codes - bias, scale, zero, mean, *ends, dim)
     return codes.to(torch.uint8), scale, zero
 
 
@@ -145,15 +145,16 @@ def fit_rows(
     drawn in, and least squares too, make rows smaller by a part in 100. Next to recent tokens in native precision that
     lowers the scores of stored ones: more error than rounding makes. The new scale is sum(u u) / sum(c u) times the old
     one, u and c being steps and codes (asymmetric: less their means), the new zero mean(x) - scale * mean(codes).
-    Rows whose range is less than 1/32 of their offset keep theirs, for the zero's own rounding would show.
+    Rows that go beyond fp16 keep theirs, and rows whose range is less than 1/32 of their offset: the rounding of the
+    zero would show. ``lo`` and ``hi`` are a row's ends.
     """
+    fits = (scale != 0) & (torch.maximum(hi, -lo) <= FP16_MAX)
     if zero is None:
         square, product = steps.square().sum(dim, keepdim=True), (codes * steps).sum(dim, keepdim=True)
-        fits = scale != 0
     else:
         u, c = (v - v.mean(dim, keepdim=True) for v in (steps, codes))
         square, product = u.square().sum(dim, keepdim=True), (c * u).sum(dim, keepdim=True)
-        fits = (scale != 0) & (torch.maximum(lo.abs(), hi.abs()) <= 32 * (hi - lo))
+        fits = fits & (torch.maximum(lo.abs(), hi.abs()) <= 32 * (hi - lo))
     fitted = (scale.float() * square / torch.where(fits, product, 1.0)).half()
     fitted = torch.where(fits, fitted, scale)
     if zero is not None:
