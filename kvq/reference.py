@@ -109,8 +109,8 @@ def quantize_rows(
     Values beyond fp16 are clamped.
     """
     top = scheme.levels - 1
-    ends = [end(dim, keepdim=True) for end in (x.amin, x.amax)]
-    lo, hi = (end.clamp(-FP16_MAX, FP16_MAX) for end in ends)
+    smallest, largest = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    lo, hi = (end.clamp(-FP16_MAX, FP16_MAX) for end in (smallest, largest))
     mean = x.mean(dim, keepdim=True).clamp(lo, hi)
     bias = scheme.levels // 2 if scheme.symmetric else 0
     if scheme.symmetric:
@@ -125,7 +125,7 @@ def quantize_rows(
     codes = (steps.round() + bias).clamp(0, top)
     zero = None if scheme.symmetric else base.half()
     if scheme.fit:
-        scale, zero = fit_rows(steps, codes - bias, scale, zero, mean, *ends, dim)
+        scale, zero = fit_rows(steps, codes - bias, scale, zero, mean, smallest, largest, dim)
     return codes.to(torch.uint8), scale, zero
 
 
