@@ -18,7 +18,7 @@ from kvq.kernels.timing import DecodeInputs, decode_inputs, graph_us, replay_us
 from kvq.page import PageLayout
 from kvq.prefill import Attention, prefill_pages
 from kvq.scheme import INT4, INT4_SYM, INT8, K8V4, QuantScheme
-from kvq.transform import KeyTransform, format_name
+from kvq.transform import KeyTransform, measured_name
 from kvq.tuned import DecodeConfig, pick
 
 ERROR_LIMIT = 1e-3  # relative error of a decode row against float64, in its Frobenius norm
@@ -367,7 +367,7 @@ def prefill_row(
     flop = 4 * inputs.query.shape[1] * inputs.layout.head_dim * pairs
     return {
         "prefill": path,
-        "format": format_name(inputs.layout.scheme, None),
+        "format": measured_name(inputs.layout.scheme),
         "tokens": inputs.tokens,
         "context": inputs.context,
         "time_us": round(time_us, 1),
@@ -415,7 +415,7 @@ def row(
     source = offset(shape, variant.pairs)
     result = {
         "scheme": variant.name,
-        "format": format_name(variant.scheme, source),
+        "format": measured_name(variant.scheme, None if source is None else [source]),
         "batch": len(shape.lens),
         "context": shape.context,
         "heads": shape.heads,
@@ -443,6 +443,7 @@ def write_row(
     rate = inputs.bytes_moved / time_us / 1e6
     return {
         "write": scheme.name,
+        "format": measured_name(scheme),
         "tokens": inputs.slots.shape[0],
         "time_us": round(time_us, 2),
         "tb_per_s": round(rate, 3),
@@ -453,7 +454,7 @@ def write_row(
 
 def scheme_lines() -> list[str]:
     """What the default row stores, for comparison with what bench.accuracy prints."""
-    name, scheme = format_name(DEFAULT.scheme, None), DEFAULT.scheme
+    name, scheme = measured_name(DEFAULT.scheme), DEFAULT.scheme
     return [
         f"int4 is {name}: keys {scheme.key}, values {scheme.value}.",
         "Rotating q and the output, the hot first page and the merge are timed. bench.accuracy's row int4 stores the",

@@ -53,7 +53,7 @@ def test_a_row_has_rate_share_of_bandwidth_and_ratio_to_each_peer() -> None:
     assert row["tb_per_s"] == 3.8  # 570 MB in 150 us
     assert row["pct_read_bw"] == 95.0
     assert (row["vs_fa3_bf16"], row["vs_fa3_fp8"], row["vs_sdpa_bf16"]) == (3.0, None, 4.0)
-    assert row["format"] == "kvq-int4-v1"
+    assert row["format"] == f"kvq-int4-v1#{INT4.digest}"  # as bench.accuracy prints it
 
 
 def test_rows_are_compared_with_the_default_of_as_many_tokens() -> None:
