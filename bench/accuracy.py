@@ -15,7 +15,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, variance
@@ -123,6 +123,7 @@ def library(text: str, scheme: QuantScheme, offset: str = "none") -> Format:
     return Format(text, scheme.key, scheme.value, scheme.bits_per_element, offset, scheme)
 
 
+UNFITTED = replace(INT4, name="int4-unfitted", key=replace(INT4.key, fit=False))
 PLAIN4 = TensorScheme(4, symmetric=False, rotate=False)
 VLLM4 = partial(rotated, integer_zero)
 FORMATS = {
@@ -130,9 +131,10 @@ FORMATS = {
     "int8": library("INT8, k_proj.bias as offset", INT8, "bias"),
     "int8-plain": library("INT8, no offset", INT8),
     "k8v4": library("K8V4, k_proj.bias as offset", K8V4, "bias"),
-    "int4": library("INT4, k_proj.bias as offset (default)", INT4, "bias"),
+    "int4": library("INT4, k_proj.bias as offset", INT4, "bias"),
     "int4-random": library("INT4, calibrated on random tokens", INT4, "random"),
     "int4-calibrated": library("INT4, calibrated", INT4, "calibrated"),
+    "int4-unfitted": library("INT4, calibrated, scales not fitted to the codes", UNFITTED, "calibrated"),
     "int4-sym": library("INT4 symmetric, k_proj.bias as offset", INT4_SYM, "bias"),
     "int4-sym-calibrated": library("INT4 symmetric, calibrated", INT4_SYM, "calibrated"),
     "int4-hadamard": library("INT4, rotation but no offset", INT4),
@@ -284,7 +286,9 @@ class Result:
             "perplexity_change": math.exp(increase) - 1,
             "perplexity_error": error,
             "top1": self.pooled(lambda w: w.top1)[0],
-            "by_window": [[w.kind, w.kl, w.loss - w.reference_loss, w.top1] for w in self.windows],
+            "by_window": [
+                [w.kind, *(round(x, 6) for x in (w.kl, w.loss - w.reference_loss, w.top1))] for w in self.windows
+            ],
         }
 
 
@@ -491,7 +495,7 @@ def _write(
         "measured": names,
         "rows": {row.label: result.figures() for row, result in results.items() if result.windows},
     }
-    args.out.write_text(json.dumps(content, indent=1) + "\n")
+    args.out.write_text(json.dumps(content) + "\n")
 
 
 if __name__ == "__main__":
