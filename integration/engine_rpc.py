@@ -44,11 +44,13 @@ def _enable(scheduler: Any, payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _disable(scheduler: Any, payload: dict[str, Any]) -> dict[str, Any]:
-    from integration.scheduler import on
+    from integration.scheduler import forget, on
 
     retention = on(scheduler)
     if retention is None:
-        return _off(scheduler)
+        last = _off(scheduler)
+        forget(scheduler)
+        return last
     last = retention.status()
     retention.disable()
     return {**last, "enabled": False}

@@ -504,6 +504,12 @@ def faults(scheduler: Any) -> list[str]:
     return list(getattr(getattr(scheduler, ATTRIBUTE, None), "faults", ()))
 
 
+def forget(scheduler: Any) -> None:
+    """Leave no trace of retention that has failed."""
+    if on(scheduler) is None and hasattr(scheduler, ATTRIBUTE):
+        delattr(scheduler, ATTRIBUTE)
+
+
 def _load(path: str | None) -> dict[str, Any] | None:
     """What was learned before a restart. A damaged file is no reason not to start: it is left out, with a warning."""
     if path is None or not Path(path).exists():

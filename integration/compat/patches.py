@@ -26,7 +26,7 @@ class Hook:
             setattr(self._owner, self._name, self._placed)
 
     def off(self) -> None:
-        """The method is what it was. Where somebody else has wrapped it after us, theirs stays and calls ours. Idempotent."""
+        """The method is what it was. Somebody else's wrapper around ours stays, and calls ours. Idempotent."""
         if self._placed is not None and vars(self._owner).get(self._name) is self._placed:
             if self._before is _ABSENT:
                 delattr(self._owner, self._name)
