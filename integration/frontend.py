@@ -20,7 +20,7 @@ from retention.toolcalls import ToolCall, args_class, parse, parse_tokens
 
 log = logging.getLogger(__name__)
 
-_parser_cls: Any = None  # what `--tool-call-parser` names, a class derived from vllm.parser.Parser
+_tool_parser: Any = None  # what `--tool-call-parser` names, a class derived from vLLM's ToolParser
 
 
 def hints(
@@ -173,11 +173,10 @@ def _constructed(init: Callable[..., None], engine: Any, *args: Any, **kwargs: A
 
 
 def _remember_parser(get_parser: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    global _parser_cls
-    parser_cls = get_parser(*args, **kwargs)
-    if getattr(parser_cls, "tool_parser_cls", None) is not None:
-        _parser_cls = parser_cls
-    return parser_cls
+    global _tool_parser
+    parser = get_parser(*args, **kwargs)
+    _tool_parser = getattr(parser, "tool_tool_parser", None) or _tool_parser
+    return parser
 
 
 def _wrap_once(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -265,7 +264,7 @@ def tool_calls(detokenizer: Any, tokenizer: Any) -> tuple[ToolCall, ...] | None:
         special = set(getattr(tokenizer, "all_special_ids", ()))
         if any(i in special for i in ids[:-1]):
             calls = parse_tokens(ids, functools.partial(tokenizer.decode, skip_special_tokens=False))
-    if not calls and _parser_cls is not None and tokenizer is not None:
+    if not calls and _tool_parser is not None and tokenizer is not None:
         calls = _by_server(text, tokenizer)
     return calls
 
@@ -274,7 +273,7 @@ def _by_server(text: str, tokenizer: Any) -> tuple[ToolCall, ...]:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     try:
-        found = _parser_cls(tokenizer).extract_tool_calls(text, ChatCompletionRequest(model="", messages=[]))
+        found = _tool_parser(tokenizer).extract_tool_calls(text, ChatCompletionRequest(model="", messages=[]))
         return tuple(ToolCall(c.function.name, args_class(c.function.arguments)) for c in found.tool_calls)
     except Exception as error:  # parsers raise what they like on what a model may write
         log.debug("kvq: the tool parser did not take an output: %s", error)

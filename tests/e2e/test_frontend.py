@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,9 +114,7 @@ def test_what_the_formats_do_not_know_is_left_to_the_servers_parser(monkeypatch)
     pytest.importorskip("vllm")
     call = SimpleNamespace(function=SimpleNamespace(name="odd", arguments='{"command": "ls -l"}'))
 
-    class Parser:
-        tool_parser_cls = object
-
+    class ToolParser:
         def __init__(self, tokenizer: Any) -> None:
             pass
 
@@ -123,8 +123,9 @@ def test_what_the_formats_do_not_know_is_left_to_the_servers_parser(monkeypatch)
                 raise RuntimeError("cannot parse")
             return SimpleNamespace(tool_calls=[call])
 
-    monkeypatch.setattr(frontend, "_parser_cls", None)
-    assert frontend._remember_parser(lambda: Parser) is Parser
+    parser = SimpleNamespace(tool_tool_parser=ToolParser)
+    monkeypatch.setattr(frontend, "_tool_parser", None)
+    assert frontend._remember_parser(lambda: parser) is parser
     assert frontend._remember_parser(lambda: None) is None  # of an endpoint without tools: the first stays
     assert frontend.tool_calls(detokenizer("odd"), Words()) == (ToolCall("odd", "ls"),)
     assert frontend.tool_calls(detokenizer("else"), Words()) == ()
@@ -255,3 +256,38 @@ def test_engines_are_attached_only_if_asked_for(monkeypatch):
     monkeypatch.setenv("KVQ_RETENTION", "perhaps")  # the core refuses to start; here it must not raise
     Engine({})
     assert len(attached) == 2
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0", "installed"])
+def test_what_the_front_end_hooks_is_there_in(version):
+    """Read, not imported: class members and the attributes that `__init__` sets."""
+    if version == "installed":
+        root = Path(pytest.importorskip("vllm").__file__).parent
+    else:
+        pytest.importorskip("pip._internal.network.lazy_wheel")
+        from tests.integration.vllm_sources import vllm_sources
+
+        try:
+            root = vllm_sources(version) / "vllm"
+        except OSError as error:
+            pytest.skip(f"no sources of vLLM {version}: {error}")
+
+    def members(file: str, name: str) -> tuple[dict[str, int], str]:
+        text = (root / file).read_text()
+        (cls,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
+        functions = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
+        return {node.name: len(node.args.args) for node in functions}, ast.unparse(cls)
+
+    methods, body = members("v1/engine/output_processor.py", "OutputProcessor")
+    assert methods["_finish_request"] == 2 and methods["add_request"] >= 3
+    assert "self.request_states" in body and "self.tokenizer = tokenizer" in body
+    assert "self._finish_request(req_state)" in body
+    for file, name in (("v1/engine/async_llm.py", "AsyncLLM"), ("v1/engine/llm_engine.py", "LLMEngine")):
+        _, body = members(file, name)
+        assert "self.output_processor = " in body and "self.vllm_config = vllm_config" in body
+    methods, _ = members("parser/parser_manager.py", "ParserManager")
+    assert "get_parser" in methods
+    assert "tool_tool_parser" in members("parser/abstract_parser.py", "Parser")[1]
+    methods, body = members("tool_parsers/abstract_tool_parser.py", "ToolParser")
+    assert methods["extract_tool_calls"] == 3 and "tools: list[Tool] | None=None" in body
+    assert "output_text" in members("v1/engine/detokenizer.py", "BaseIncrementalDetokenizer")[1]
