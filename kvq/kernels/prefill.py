@@ -19,16 +19,17 @@ import triton.language as tl
 from kvq.kernels.decode import (
     HEADROOM,
     NEG,
+    TINY,
     apply_softcap,
     load_query,
     load_query_plane,
-    load_scales,
     plane_max,
+    quantized_tile,
     rotate_planes,
     store_planes,
 )
 from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
-from kvq.kernels.planes import plane_dim, unpack_bytes, unpack_nibbles, unpack_nibbles_near
+from kvq.kernels.planes import plane_dim
 from kvq.page import PageLayout
 from kvq.reference import HotPool, hadamard_block, word_hadamard
 
@@ -80,92 +81,10 @@ def softmax_step(
 
 
 @triton.jit
-def quantized_tile(
-    q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
-    p_key, p_value, p_key_scale, p_value_scale,
-    c_cos, c_sin, p_inner, p_turn, token, own, low, cap,
-    D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
-    WK: tl.constexpr, WV: tl.constexpr, PAIRS: tl.constexpr, MAX_PAIRS: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """N tokens of a page and head, the first at index ``token``; MASKED: not every row sees them all."""
-    KW: tl.constexpr = D * K_BITS // 16
-    VW: tl.constexpr = D * V_BITS // 16
-    o_n = tl.arange(0, N)
-    o_k = tl.arange(0, WK)
-    o_v = tl.arange(0, WV)
-    p_k = p_key.to(tl.pointer_type(tl.int16)) + o_k[:, None] + o_n[None, :] * KW
-    p_v = p_value.to(tl.pointer_type(tl.int16)) + o_n[:, None] * VW + o_v[None, :]
-    if WK == KW:
-        b_k = tl.load(p_k)  # [WK, N]
-    else:
-        b_k = tl.load(p_k, mask=(o_k < KW)[:, None], other=0)
-    if WV == VW:
-        b_v = tl.load(p_v)  # [N, WV]
-    else:
-        b_v = tl.load(p_v, mask=(o_v < VW)[None, :], other=0)
-    ks, kz = load_scales(p_key_scale, o_n, K_SYM)
-    vs, vz = load_scales(p_value_scale, o_n, V_SYM)
-    if MASKED:
-        inside = token + o_n <= tl.max(own, 0)  # unused rows may hold NaN
-        ks = tl.where(inside, ks, 0.0)
-        kz = tl.where(inside, kz, 0.0)
-        vs = tl.where(inside, vs, 0.0)
-        vz = tl.where(inside, vz, 0.0)
-
-    if K_BITS == 4:
-        k0, k1, k2, k3 = unpack_nibbles(b_k, ASM)
-        s = tl.dot(q0, k0)  # [R, N]
-        s = tl.dot(q1, k1, s)
-        s = tl.dot(q2, k2, s)
-        s = tl.dot(q3, k3, s)
-    else:
-        k0, k1 = unpack_bytes(b_k, ASM)
-        s = tl.dot(q0, k0)
-        s = tl.dot(q1, k1, s)
-    s = (s - qc[:, None]) * (ks * sm)[None, :]
-    if not K_SYM:
-        s += qs[:, None] * kz[None, :]
-    if PAIRS > 0:
-        t_cos = tl.load(p_turn)[None, :]  # [1, PAIRS], of the tile's first position
-        t_sin = tl.load(p_turn + MAX_PAIRS)[None, :]
-        b_cos = c_cos * t_cos + c_sin * t_sin  # [R, PAIRS]
-        b_sin = c_sin * t_cos - c_cos * t_sin
-        h_cos, h_sin = b_cos.to(tl.float16), b_sin.to(tl.float16)
-        p_in = p_inner + tl.arange(0, PAIRS)[:, None] + o_n[None, :] * (2 * PAIRS)
-        i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [PAIRS, N] fp16
-        j_cos, j_sin = tl.load(p_in + 2 * PAGE * PAIRS), tl.load(p_in + 2 * PAGE * PAIRS + PAIRS)
-        o = tl.dot(h_cos, i_cos)
-        o = tl.dot(h_sin, i_sin, o)
-        o = tl.dot((b_cos - h_cos.to(tl.float32)).to(tl.float16), i_cos, o)
-        o = tl.dot((b_sin - h_sin.to(tl.float32)).to(tl.float16), i_sin, o)
-        o = tl.dot(h_cos, j_cos, o)
-        o = tl.dot(h_sin, j_sin, o)
-        s += o * sm
-    p, a, m, l = softmax_step(s, m, l, token, own, low, cap, N, MASKED, WINDOW, SOFTCAP)
-    p, a = p.to(tl.float16), a[:, None]
-    scale, zero = vs.to(tl.float16)[:, None], vz.to(tl.float16)[:, None]
-    if V_BITS == 4:
-        MAGIC: tl.constexpr = 72.0 if V_SYM else 64.0
-        v0, v1, v2, v3 = unpack_nibbles_near(b_v, ASM)
-        a0 = tl.dot(p, (v0 - MAGIC) * scale + zero, a0 * a)
-        a1 = tl.dot(p, (v1 - MAGIC) * scale + zero, a1 * a)
-        a2 = tl.dot(p, (v2 - MAGIC) * scale + zero, a2 * a)
-        a3 = tl.dot(p, (v3 - MAGIC) * scale + zero, a3 * a)
-    else:
-        MAGIC: tl.constexpr = 1152.0 if V_SYM else 1024.0
-        v0, v1 = unpack_bytes(b_v, ASM)
-        a0 = tl.dot(p, (v0 - MAGIC) * scale + zero, a0 * a)
-        a1 = tl.dot(p, (v1 - MAGIC) * scale + zero, a1 * a)
-    return a0, a1, a2, a3, m, l
-
-
-@triton.jit
 def context_tile(
-    q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
-    v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, own, low, cap,
-    D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
+    q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
+    v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, own, window, cap,
+    D: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, PAIRS: tl.constexpr, MAX_PAIRS: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_HOT: tl.constexpr, ASM: tl.constexpr,
@@ -179,12 +98,17 @@ def context_tile(
     if slot < 0:
         r = i % STEPS * N
         p_page = p_head + page * stride_page
+        i_cos, i_sin, j_cos, j_sin = 0.0, 0.0, 0.0, 0.0
+        if PAIRS > 0:
+            p_in = p_inner + (r + tl.arange(0, N))[None, :] * (2 * PAIRS) + tl.arange(0, PAIRS)[:, None]
+            i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [PAIRS, N] fp16
+            j_cos, j_sin = tl.load(p_in + 2 * PAGE * PAIRS), tl.load(p_in + 2 * PAGE * PAIRS + PAIRS)
         a0, a1, a2, a3, m, l = quantized_tile(
-            q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l,
+            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l,
             p_page + r * (D * K_BITS // 8), p_page + v_codes + r * (D * V_BITS // 8),
             p_page + k_scales + r * (2 if K_SYM else 4), p_page + v_scales + r * (2 if V_SYM else 4),
-            c_cos, c_sin, p_inner + r * (2 * PAIRS), p_turn + i // STEPS * (2 * MAX_PAIRS), i * N, own, low, cap,
-            D, N, PAGE, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, MASKED, WINDOW, SOFTCAP, ASM,
+            c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn + i // STEPS * (2 * MAX_PAIRS), i * N, own, window, cap,
+            D, N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, 1, MASKED, WINDOW, SOFTCAP, ASM,
         )  # fmt: skip
     return a0, a1, a2, a3, m, l
 
@@ -314,24 +238,17 @@ def prefill_kernel(
         query, o_q, dim_scale + i_head * D, k_hadamard, o_k, m_r, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM, 1
     )  # fmt: skip
     q0, q1, q2, q3 = x0.to(tl.float16), x1.to(tl.float16), x2.to(tl.float16), x3.to(tl.float16)  # [R, WK]
+    qs = tl.sum(q0.to(tl.float32), 1) + tl.sum(q1.to(tl.float32), 1)  # of the rounded values
+    UNIT: tl.constexpr = 2.0**-20 if K_BITS == 4 else 2.0**-24  # of scores: what a code of 1 is unpacked to
+    if K_BITS == 4:
+        qs += tl.sum(q2.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1)
+        q0, q2 = q0 * 16.0, q2 * 16.0  # planes 1 and 3 are unpacked 16 times as large
+    qs *= UNIT
     if SOFTCAP:
         sm_raw = scale
     else:
         sm_raw = scale * 1.4426950408889634
-    sm = sm_raw * top
-    s0, s1 = tl.sum(q0.to(tl.float32), 1), tl.sum(q1.to(tl.float32), 1)  # of the rounded values
-    if K_BITS == 4:
-        s2, s3 = tl.sum(q2.to(tl.float32), 1), tl.sum(q3.to(tl.float32), 1)
-        qs = s0 + s1 + s2 + s3
-        qc = 1024.0 * (s0 + s2) + 64.0 * (s1 + s3)
-        if K_SYM:
-            qc += 8.0 * qs
-    else:
-        qs = s0 + s1
-        qc = 1024.0 * qs
-        if K_SYM:
-            qc += 128.0 * qs
-    qs = qs * sm
+    sm = sm_raw * top / UNIT
 
     p_turn = far
     c_cos, c_sin = 0.0, 0.0
@@ -364,18 +281,22 @@ def prefill_kernel(
     STEPS: tl.constexpr = N // QT
     full = tl.maximum(context // QT, page_lo * STEPS)
     p_head = pages + i_head * head_bytes
+    seen = (last - low)[:, None]  # how many of the last tokens of the context a row sees
     for i in tl.range(page_lo * STEPS, full, num_stages=STAGES):
         a0, a1, a2, a3, m, l = context_tile(
-            q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
-            v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, last, low, cap,
-            D, QT, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, WINDOW, WINDOW, SOFTCAP, HAS_HOT, ASM,
+            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
+            v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, last, seen, cap,
+            D, QT, R, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, WINDOW, WINDOW, SOFTCAP, HAS_HOT, ASM,
         )  # fmt: skip
     for i in tl.range(full, tl.cdiv(context, QT), num_stages=1):  # the last tile, where it is not full
         a0, a1, a2, a3, m, l = context_tile(
-            q0, q1, q2, q3, qc, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
-            v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, last, low, cap,
-            D, QT, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, HAS_HOT, ASM,
+            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
+            v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, last, seen, cap,
+            D, QT, R, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, HAS_HOT, ASM,
         )  # fmt: skip
+    a0, a1, a2, a3 = a0 * (1.0 / TINY), a1 * (1.0 / TINY), a2 * (1.0 / TINY), a3 * (1.0 / TINY)
+    if V_BITS == 4:
+        a1, a3 = a1 * 0.0625, a3 * 0.0625
     if V_ROTATE:
         top = plane_max(a0, a1, a2, a3, VP)
         inv = 1.0 / top
