@@ -175,7 +175,7 @@ def _constructed(init: Callable[..., None], engine: Any, *args: Any, **kwargs: A
 def _remember_parser(get_parser: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     global _tool_parser
     parser = get_parser(*args, **kwargs)
-    _tool_parser = getattr(parser, "tool_tool_parser", None) or _tool_parser
+    _tool_parser = getattr(parser, "tool_parser_cls", None) or _tool_parser
     return parser
 
 

@@ -123,7 +123,7 @@ def test_what_the_formats_do_not_know_is_left_to_the_servers_parser(monkeypatch)
                 raise RuntimeError("cannot parse")
             return SimpleNamespace(tool_calls=[call])
 
-    parser = SimpleNamespace(tool_tool_parser=ToolParser)
+    parser = SimpleNamespace(tool_parser_cls=ToolParser)
     monkeypatch.setattr(frontend, "_tool_parser", None)
     assert frontend._remember_parser(lambda: parser) is parser
     assert frontend._remember_parser(lambda: None) is None  # of an endpoint without tools: the first stays
@@ -287,7 +287,7 @@ def test_what_the_front_end_hooks_is_there_in(version):
         assert "self.output_processor = " in body and "self.vllm_config = vllm_config" in body
     methods, _ = members("parser/parser_manager.py", "ParserManager")
     assert "get_parser" in methods
-    assert "tool_tool_parser" in members("parser/abstract_parser.py", "Parser")[1]
+    assert "tool_parser_cls" in members("parser/abstract_parser.py", "Parser")[1]
     methods, body = members("tool_parsers/abstract_tool_parser.py", "ToolParser")
     assert methods["extract_tool_calls"] == 3 and "tools: list[Tool] | None=None" in body
     assert "output_text" in members("v1/engine/detokenizer.py", "BaseIncrementalDetokenizer")[1]
