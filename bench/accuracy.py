@@ -438,8 +438,10 @@ def load_model(path: Path, device: str) -> tuple[Any, texts.Encode]:
 
 
 def limited(windows: list[texts.Window], limit: int | None) -> list[texts.Window]:
-    kinds = dict.fromkeys(w.kind for w in windows)
-    return [w for kind in kinds for w in [x for x in windows if x.kind == kind][:limit]]
+    """At most ``limit`` windows of each kind of text, kinds in turn, so that a run cut short has some of each."""
+    by_kind = [[w for w in windows if w.kind == kind][:limit] for kind in dict.fromkeys(w.kind for w in windows)]
+    placed = [((i + 0.5) / len(found), w) for found in by_kind for i, w in enumerate(found)]
+    return [w for _, w in sorted(placed, key=lambda x: x[0])]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -462,7 +464,7 @@ def main(argv: list[str] | None = None) -> int:
 
         def on_window(results: dict[Row, Result]) -> None:
             if args.out:
-                _write(args, results, names, windows)
+                _write(args, results, names)
 
         results = measure(harness, rows, windows, on_window, lambda: progress.advance(task))
     counts = ", ".join(f"{sum(w.kind == k for w in windows)} {k}" for k in dict.fromkeys(w.kind for w in windows))
@@ -479,9 +481,7 @@ def _calibration(args: argparse.Namespace, model: Any, encode: texts.Encode, pro
     return calibrate(model, [w.ids for w in found], progress=lambda done: progress.update(task, completed=done))
 
 
-def _write(
-    args: argparse.Namespace, results: dict[Row, Result], names: dict[str, str], windows: Sequence[texts.Window]
-) -> None:
+def _write(args: argparse.Namespace, results: dict[Row, Result], names: dict[str, str]) -> None:
     content = {
         "arguments": {
             k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("out", "data")
@@ -491,7 +491,7 @@ def _write(
             "cores": os.cpu_count(),
             "torch": torch.__version__,
         },
-        "windows": Counter(w.kind for w in windows),
+        "windows": max((Counter(w.kind for w in result.windows) for result in results.values()), key=Counter.total),
         "measured": names,
         "rows": {row.label: result.figures() for row, result in results.items() if result.windows},
     }

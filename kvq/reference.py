@@ -175,13 +175,14 @@ def dequantize_rows(
 
 def offset(transform: KeyTransform, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """R(pos) mu: [tokens, kv_heads, head_dim] for integer ``positions`` [tokens]; angles in float64."""
-    angle = positions.to("cpu", torch.float64)[:, None] * transform.pair_freq[None]
+    device = positions.device
+    angle = positions.double()[:, None] * transform.pair_freq.to(device)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-    a, b = transform.pair_mu.double().unbind(-1)
+    a, b = transform.pair_mu.to(device, torch.float64).unbind(-1)
     turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1)
-    out = torch.empty(*turned.shape[:2], transform.head_dim, dtype=torch.float64)
-    out[..., transform.pair_dims.flatten()] = turned.flatten(-2)
-    return out.to(positions.device, dtype)
+    out = torch.empty(*turned.shape[:2], transform.head_dim, dtype=torch.float64, device=device)
+    out[..., transform.pair_dims.flatten().to(device)] = turned.flatten(-2)
+    return out.to(dtype)
 
 
 def encode(
