@@ -240,9 +240,10 @@ READING = """\
   different size share the pool (claude-code), they are its p95 post-tool TTFT.
 * In the flood, `value` and `clairvoyant` let returns that have their lease pass plain requests that came up to 5 s
   before them (`ahead_s`); first come, first served, the burst took their memory while they waited.
-* Settings of `value` were chosen while looking at some of these seeds: `overcommit` and `horizon` at seeds 0 and 1 of
-  the synthetic cells, `ahead_s` and the admission of lost returns at the seeds of the flood and of claude-code. Closed
-  loops and one mix of tools are one kind of traffic; other traffic has other numbers."""
+* How settings of `value` were chosen: `overcommit` on seeds 0 and 1 of the synthetic cells, `ahead_s` and the
+  admission of lost returns on the seeds of the flood and of claude-code, `horizon` on seeds 1002 to 1007 of the load
+  sweep, which are in no table. Closed loops and one mix of tools are one kind of traffic; other traffic has other
+  numbers."""
 
 
 def describe(settings: dict[str, float]) -> str:

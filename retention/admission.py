@@ -26,7 +26,7 @@ class Admission:
     Raises ValueError for a setting out of range.
     """
 
-    def __init__(self, overcommit: float = 1.0, horizon: float = 3.0, hold_s: float = 300.0, window: int = 256) -> None:
+    def __init__(self, overcommit: float = 1.0, horizon: float = 2.5, hold_s: float = 300.0, window: int = 256) -> None:
         for name, value in (("overcommit", overcommit), ("horizon", horizon), ("hold_s", hold_s)):
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"{name} must be finite and at least 0, got {value}")

@@ -245,7 +245,7 @@ class Value(Rule):
         max_ttl_s: float = 1800.0,
         slack: float = 1.1,
         overcommit: float = 1.0,
-        horizon: float = 3.0,
+        horizon: float = 2.5,
         hold_s: float = 300.0,
         ahead_s: float = 5.0,
         samples: int = 8,
