@@ -6,34 +6,20 @@ python separate_core.py spawn-async | fork-tp2 | spawn-without-plugin
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
+
+from bench.soak import made_up_llama
 
 BLOCK, BLOCKS = 32, 40
 RANDOM = random.Random(0)
 
 
-def model_folder() -> str:
-    """A two-layer llama with made-up weights: what is tested is who talks to whom."""
-    folder = tempfile.mkdtemp()
-    shape = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
-        "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    Path(folder, "config.json").write_text(json.dumps(shape))
-    return folder
-
-
 def arguments(**more: Any) -> dict[str, Any]:
     return {
-        "model": model_folder(),
+        "model": made_up_llama(),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "float32",

@@ -134,6 +134,122 @@ def test_abort_in_each_state_leaves_the_books_right(kind, hard, state):
     fake.check()
 
 
+@pytest.mark.parametrize("hard", [False, True])
+def test_the_lookahead_blocks_of_speculative_decoding_come_from_leases_too(hard):
+    """vLLM #57104: with all blocks pinned, the block that drafts need ahead stops the engine."""
+    fake = engine(hard=hard, budget=1.0)
+    fake.scheduler.num_lookahead_tokens = 5
+    for i in range(8):
+        fake.turn(110, 2, f"agent{i}")
+    request = fake.add(40 * BLOCK, 30)
+    fake.run(request, limit=40)
+    assert len(fake.outputs[request]) == 30
+    fake.check()
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_blocks_whose_free_is_deferred_are_retained_and_come_back(hard):
+    """With a KV connector, steps in flight may still write a freed request's blocks, so that vLLM frees them later."""
+    fake = engine(hard=hard, ahead=1)
+    fake.scheduler.defer_block_free = True
+    start = fake.free
+    prompt = fake.turn(200, 30, "agent")
+    aborted = fake.add(100, 30, "other")
+    for _ in range(4):
+        fake.step()
+    fake.abort(aborted)
+    fake.flood(300, 5)
+    fake.turn(prompt + fake.tokens(20), 2, "agent")
+    assert fake.cached[fake.last] == 229 // BLOCK * BLOCK
+    fake.run()
+    fake.check()
+    fake.retention.disable()
+    for _ in range(3):
+        fake.turn(20, 2)
+    fake.run()
+    assert fake.free == start
+    fake.check()
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_client_that_goes_away_during_a_pause_leaves_nothing(hard):
+    """vLLM #46283: disconnects while weights are reloaded."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    fake = engine(hard=hard)
+    start = fake.free
+    prompt = fake.turn(200, 2, "agent")
+    request = fake.add(prompt + fake.tokens(50), 40, "agent")
+    fake.step()
+    waiting = fake.add(100, 40, "other")
+    fake.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    fake.abort(request)
+    fake.abort(waiting)
+    assert fake.scheduler.reset_prefix_cache()
+    fake.scheduler.set_pause_state(PauseState.UNPAUSED)
+    fake.turn(100, 2)
+    assert fake.free == start and not fake.retention.pool.leases
+    fake.check()
+
+
+def test_preempted_requests_start_again_and_are_retained_at_their_end():
+    fake = engine(32)
+    requests = [fake.add(6 * BLOCK, 12 * BLOCK, f"agent{i}") for i in range(3)]
+    fake.run(*requests)
+    assert all(len(fake.outputs[r]) == 12 * BLOCK and fake.receipts[r]["retained"] for r in requests)
+    fake.check()
+
+
+def test_a_template_that_strips_the_reasoning_is_learned(tmp_path):
+    """QwenLM #131, prime-rl #1863: the next prompt is the old one without the output. The event has the first divergent
+    token, and from then on only the prompt is retained.
+    """
+    fake = engine(events=str(tmp_path / "events.jsonl"))
+    prompt, kept = fake.tokens(160), []
+    for _ in range(3):
+        fake.turn(prompt, 60, "agent")
+        kept.append(fake.receipts[fake.last]["blocks"])
+        prompt = prompt + fake.tokens(32)
+    assert kept[0] == 219 // BLOCK, "the first time, everything"
+    assert 11 <= kept[1] <= 192 // BLOCK and 13 <= kept[2] <= 224 // BLOCK, "then the prompt, to the block"
+    fake.retention.disable()
+    events = (tmp_path / "events.jsonl").read_text()
+    assert '"event":"supersede"' in events and '"first_divergent_token":160' in events
+
+
+def test_a_header_that_changes_with_every_request_is_not_pinned_past(tmp_path):
+    """claude-code-router #1343: nothing can be found again, so that nothing is kept, and the receipt says why."""
+    fake = engine()
+    rest = fake.tokens(200)
+    reasons = []
+    for _ in range(3):
+        fake.turn(fake.tokens(8) + rest, 4, "agent")
+        reasons.append(fake.receipts[fake.last]["reason"])
+    assert reasons == ["kept", "drift", "drift"]
+    assert not fake.retention.pool.leases
+    fake.check()
+
+
+def test_a_question_to_a_person_is_a_state_of_its_own():
+    fake = engine()
+    for name, calls in (("asks", []), ("tool", [{"name": "bash"}]), ("form", [{"name": "AskUserQuestion"}])):
+        fake.turn(100, 2, name)
+        kvq_rpc(fake, "tool_called", {"request_id": fake.last, "calls": calls, "finished": True})
+    states = {row["program"]: row["state"] for row in kvq_rpc(fake, "programs")["programs"]}
+    assert states == {"asks": "waiting_person", "tool": "waiting_tool", "form": "waiting_person"}
+
+
+def test_a_session_of_vllm_is_a_program():
+    fake = engine()
+    request = fake.add(100, 2)
+    inside = fake.scheduler.requests[request]
+    if not hasattr(inside, "session_id"):
+        pytest.skip("this release has no sessions")
+    inside.session_id = "chat-7"
+    assert fake.retention._identifier.identify(inside).program.program_id == "session:chat-7"
+    fake.run(request)
+
+
 def test_disconnect_and_stop_string_are_told_apart_by_metadata():
     """Both are aborts for the scheduler. The front end tells, before or after, or the client said that a call comes."""
     fake = engine()
