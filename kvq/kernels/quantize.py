@@ -17,7 +17,6 @@ from kvq.kernels.planes import plane_dim
 from kvq.page import PageLayout
 from kvq.reference import HotPool, hadamard_block, word_hadamard
 
-WRITE_SMALL, WRITE_LARGE = (16, 2), (16, 1)  # tokens a program, warps: of a decode batch, of a prefill chunk
 FP16_MAX = tl.constexpr(65504.0)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23
 BAD_SLOT = tl.constexpr(0)  # entries of the status word, see ops.new_status
@@ -110,7 +109,6 @@ def quantize_rows(
     TOP: tl.constexpr = (1 << BITS) - 1
     UNIT: tl.constexpr = NORM if ROTATE else 1.0
     PADDED: tl.constexpr = W * PLANES != D
-    mean = 0.0
     if ROTATE:  # the parts are x0 + x1 and x0 - x1; the larger of them is x0 + |x1|
         x0, x1 = rotate_rows(x0, h, RAW, ASM), rotate_rows(x1, h, RAW, ASM)
         hi, lo = add_size(x0, x1, ASM), subtract_size(x0, x1, ASM)
@@ -425,6 +423,18 @@ def part_hadamard(head_dim: int, planes: int, dtype: torch.dtype, device: torch.
     return torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)]) if planes == 4 else h
 
 
+def launch_shape(tokens: int, head_dim: int, rotate: bool, capability: int) -> tuple[int, int]:
+    """Tokens and warps of a program, on a major compute capability. From Hopper on, 64 rows are one asynchronous
+    product of four warps."""
+    if tokens <= 1024:
+        return 16, 4
+    if rotate and capability >= 9:
+        return 64, 4 if head_dim <= 128 else 8
+    if rotate:
+        return 16, 1 if head_dim <= 128 else 4
+    return 16, 2 if head_dim <= 128 else 4
+
+
 def write(
     pages: torch.Tensor,
     layout: PageLayout,
@@ -448,7 +458,8 @@ def write(
     tokens = slot_mapping.shape[0]
     if tokens == 0:
         return
-    per_program, warps = WRITE_SMALL if tokens <= 1024 else WRITE_LARGE
+    capability = torch.cuda.get_device_capability(key.device)[0] if key.is_cuda else 0
+    per_program, warps = launch_shape(tokens, head_dim, ks.rotate or vs.rotate, capability)
     has_mu = transform is not None and transform.pairs > 0
     tables, halves = (status,) * 5, False
     if transform is not None:
