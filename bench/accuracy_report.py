@@ -1,6 +1,6 @@
-"""Tables of docs/accuracy.md from results of ``bench.accuracy --out``.
+"""Tables from results of ``bench.accuracy --out``, in Markdown.
 
-``python -m bench.accuracy_report docs/results/accuracy-*.json``
+``python -m bench.accuracy_report docs/results/accuracy-*.json > docs/results/accuracy.md``
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def targets(runs: dict[str, dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.accuracy_report", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="written by bench.accuracy --out")
-    runs = {path.stem: json.loads(path.read_text()) for path in parser.parse_args(argv).files}
+    files = parser.parse_args(argv).files
+    runs = {path.stem.removeprefix("accuracy-"): json.loads(path.read_text()) for path in files}
+    print("# Accuracy: all results\n\n`python -m bench.accuracy_report docs/results/accuracy-*.json`\n")
     for name, run in runs.items():
         counts = ", ".join(f"{n} {kind}" for kind, n in run["windows"].items())
         machine = run["machine"]
