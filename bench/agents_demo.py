@@ -209,6 +209,8 @@ def start_engine(model: str, shape: Shape) -> Any:
     for key, value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1")):
         os.environ.setdefault(key, value)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # Threads that wait without spinning: beside other work on the machine, spinning ones take several times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
     from vllm import LLM
 
