@@ -46,8 +46,8 @@ def _start_with(scheduler_class: Any) -> None:
 
 
 def start(scheduler: Any) -> None:
-    """Enable retention in a new scheduler if its configuration asks for it. A wrong configuration raises
-    IntegrationError and the engine does not start; where retention cannot work, it starts without and says why.
+    """Enable retention in a new scheduler if its configuration asks for it. A wrong configuration raises ValueError and
+    the engine does not start; where retention cannot work, or fails, it starts without and says why.
     """
     config = Config.from_environment(getattr(scheduler.vllm_config, "additional_config", None))
     if config is None:
@@ -58,8 +58,14 @@ def start(scheduler: Any) -> None:
     if reason is not None:
         log.error("retention is not enabled: %s", reason)
         return
-    Retention(scheduler, config)
-    log.info("retention is enabled: %s", config)
+    try:
+        Retention(scheduler, config)
+    except ValueError:
+        raise
+    except Exception:
+        log.exception("retention is not enabled: this is a fault of kvq's, and the engine starts without it")
+    else:
+        log.info("retention is enabled: %s", config)
 
 
 def _front_end() -> None:

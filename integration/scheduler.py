@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +108,10 @@ class Retention:
         self._clock = clock
         self._block_tokens = getattr(scheduler, "hash_block_size", scheduler.block_size)
         self._same_blocks = all(group.block_size == self._block_tokens for group in groups)
+        settings = dict(config.settings)
+        if config.policy == "value" and not isinstance(scheduler.waiting, deque):
+            # In a queue that is not ours to order, a program that is held back would hold back all behind it.
+            settings.setdefault("overcommit", 0.0)
         self._events = EventLog(config.events) if config.events else None
         self.policy = make_policy(
             config.policy,
@@ -120,7 +124,7 @@ class Retention:
             guardrail=config.guardrail,
             events=self._events,
             state=_load(config.state),
-            **config.settings,
+            **settings,
         )
         self._identifier = Identifier(config.tenant_trusted, self._block_tokens)
         self._turns: dict[str, _Turn] = {}
@@ -474,7 +478,7 @@ class Retention:
         if not self.config.state:
             return
         path = Path(self.config.state)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
         try:
             part.write_text(json.dumps(self.policy.state() if state is None else state))
             part.replace(path)

@@ -107,3 +107,61 @@ def test_a_hook_of_somebody_else_on_top_of_ours_stays():
     assert thing.method(1) == 20
     patches.remove()
     assert thing.method(1) == 10
+
+
+def test_a_server_is_configured_by_its_environment(monkeypatch, tmp_path):
+    """KVQ_RETENTION, KVQ_CONFIG as JSON or a file of it, vLLM's additional_config; 0 overrules; a mistake is named."""
+    from integration.config import Config, IntegrationError
+
+    for name in ("KVQ_RETENTION", "KVQ_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    read = Config.from_environment
+    assert read() is None and read({"other": 1}) is None
+    assert read({"kvq": {"policy": "fixed", "ttl_s": 5}}) == Config(policy="fixed", settings={"ttl_s": 5})
+    assert read({"kvq": False}) is None and read({"kvq": True}) == Config()
+    monkeypatch.setenv("KVQ_CONFIG", '{"budget": 0.25, "events": "e.jsonl"}')
+    assert read() == Config(budget=0.25, events="e.jsonl")
+    (tmp_path / "kvq.json").write_text('{"hard": true}')
+    monkeypatch.setenv("KVQ_CONFIG", str(tmp_path / "kvq.json"))
+    assert read() == Config(hard=True)
+    monkeypatch.setenv("KVQ_RETENTION", "0")
+    assert read() is None
+    monkeypatch.setenv("KVQ_RETENTION", "1")
+    for text, message in (
+        ("{", "KVQ_CONFIG must be a JSON object"),
+        ("[1]", "a file that holds one"),
+        ('{"budget": 3}', "KVQ_CONFIG: budget must be"),
+        ('{"guardrail": 1}', "guardrail must be True or False"),
+    ):
+        monkeypatch.setenv("KVQ_CONFIG", text)
+        with pytest.raises(IntegrationError, match=message):
+            read()
+    monkeypatch.delenv("KVQ_CONFIG")
+    assert read() == Config()
+    monkeypatch.setenv("KVQ_RETENTION", "maybe")
+    with pytest.raises(IntegrationError, match="KVQ_RETENTION must be 1 or 0"):
+        read()
+    config = Config(policy="fixed", budget=0.5, settings={"ttl_s": 3})
+    assert Config.from_mapping(config.to_mapping()) == config
+
+
+def test_the_plugin_enables_a_new_scheduler_only_where_asked_and_survives_our_faults(monkeypatch, caplog):
+    from fake_engine import FakeEngine
+
+    from integration import plugin, scheduler
+
+    plugin.register()
+    plugin.register()
+    monkeypatch.delenv("KVQ_CONFIG", raising=False)
+    monkeypatch.delenv("KVQ_RETENTION", raising=False)
+    assert scheduler.on(FakeEngine(64).scheduler) is None
+    monkeypatch.setenv("KVQ_RETENTION", "1")
+    live = scheduler.on(FakeEngine(64).scheduler)
+    assert live is not None and live.policy.rule.name == "value"
+    monkeypatch.setenv("KVQ_CONFIG", '{"policy": "best"}')
+    with pytest.raises(ValueError, match="policy must be one of"):
+        FakeEngine(64)
+    monkeypatch.delenv("KVQ_CONFIG")
+    monkeypatch.setattr(scheduler.Retention, "__init__", lambda *args: 1 / 0)
+    assert scheduler.on(FakeEngine(64).scheduler) is None
+    assert "the engine starts without it" in caplog.text

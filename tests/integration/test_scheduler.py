@@ -200,6 +200,42 @@ def test_preempted_requests_start_again_and_are_retained_at_their_end():
     fake.check()
 
 
+@pytest.mark.parametrize("hard", [False, True])
+def test_branches_of_one_program_replace_each_others_lease(hard):
+    """Parallel sampling, or subagents under one id: one pin a program, and the books stay right."""
+    fake = engine(hard=hard)
+    start = fake.free
+    prompt = fake.tokens(100)
+    for _ in range(2):
+        requests = [fake.add(prompt, 5 + 3 * i, "agent") for i in range(4)]
+        fake.run(*requests)
+        fake.check()
+        assert len(fake.retention.pool.leases) == 1
+    assert kvq_rpc(fake, "release", {"program_id": "agent"})["released"] == 1
+    assert fake.free == start
+
+
+def test_a_queue_with_priorities_keeps_its_order_and_nobody_is_held_back():
+    """In vLLM's heap a program that admission holds back would block everyone behind it."""
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+
+    fake = FakeEngine(64)
+    fake.scheduler.policy = SchedulingPolicy.PRIORITY
+    fake.scheduler.waiting = create_request_queue(SchedulingPolicy.PRIORITY)
+    fake.enable("value")
+    running = fake.add(30 * BLOCK, 60)
+    fake.step()
+    for i in range(4):
+        fake.add(20 * BLOCK, 3, f"agent{i}", priority=5 - i)
+    fake.step()
+    order = [r.priority for r in fake.scheduler.waiting]
+    assert order == sorted(order)
+    assert any(r.priority == 2 for r in fake.scheduler.running), "the most urgent one started beside what runs"
+    fake.run(running)
+    fake.run()
+    fake.check()
+
+
 def test_a_template_that_strips_the_reasoning_is_learned(tmp_path):
     """QwenLM #131, prime-rl #1863: the next prompt is the old one without the output. The event has the first divergent
     token, and from then on only the prompt is retained.
