@@ -207,8 +207,8 @@ SETUP = """\
   blocks of an H200, or the whole pool of an L4 (481 blocks). vLLM's defaults: chunked prefill with 8192 tokens a
   step, FCFS, at most 256 sequences.
 * **Load** is agents at once times their mean context over the pool. Closed loop: when one agent ends, the next
-  starts; twice as many agents as run at once, started over 20 s. *Poisson*: agents arrive at random, at the rate that
-  would keep as many under way if each had the GPU and its cache for itself; three times as many agents.
+  starts; 1.5 times as many agents as run at once (12 at least), started over 20 s. *Poisson*: agents arrive at random,
+  at the rate that would keep as many under way if each had the GPU and its cache for itself; twice as many agents.
 * **Synthetic agents**: 5, 10 or 20 turns of 200 output tokens; 4096 shared system tokens, first message 2-12k, tool
   results 0.2-2.5k tokens, context up to 48k. Tools: half Bash (median 6.5 s, p95 13.5 s), a fifth Read, the rest as
   quick as Read (milliseconds): the quantiles measured on agentcgroup. The last turn calls no tool and nobody is told

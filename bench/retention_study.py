@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def build(cell: Cell, seed: int, data: Path, tokenize: Callable[[str], Sequence[
     if cell.workload == "synthetic":
         sample = replace(SYNTHETIC, programs=100).build(1000).mean_context
         slots = max(1, round(cell.load * blocks * 64 / sample))
-        count = max((3 if cell.poisson else 2) * slots, 12)
+        count = _count(cell, slots)
         programs = replace(SYNTHETIC, programs=count, tool_scale=cell.tool_scale).build(seed).programs
     else:
         if cell.workload not in _recorded:
@@ -140,7 +141,7 @@ def build(cell: Cell, seed: int, data: Path, tokenize: Callable[[str], Sequence[
         recorded = _recorded[cell.workload]
         sample = Workload(cell.workload, recorded).mean_context
         slots = max(1, round(cell.load * blocks * 64 / sample))
-        programs = repeat(recorded, max(2 * slots, 12), seed)
+        programs = repeat(recorded, _count(cell, slots), seed)
         # Claude Code's recorded waits hold the person's; they are drawn anew like those of the other traces.
         programs = redraw_tools(programs, "coding", cell.tool_scale, seed)
     rate = 0.05 if cell.gpu == "L4" else 1.0
@@ -160,6 +161,11 @@ def build(cell: Cell, seed: int, data: Path, tokenize: Callable[[str], Sequence[
     return closed_loop(cell.name, programs + plain, slots, 20.0, seed)
 
 
+def _count(cell: Cell, slots: int) -> int:
+    """Agents of one run: half of those that start at once are followed by another one."""
+    return max(round((2.0 if cell.poisson else 1.5) * slots), 12)
+
+
 def _seconds_alone(program: Program, step_time: StepTime) -> float:
     """Of a program that has the GPU, and its cache, for itself."""
     seconds, cached = 0.0, 0
@@ -168,6 +174,11 @@ def _seconds_alone(program: Program, step_time: StepTime) -> float:
         seconds += turn.output_tokens * step_time.step(1, 0.0, turn.prompt_tokens)
         cached = turn.prompt_tokens + turn.output_tokens
     return seconds
+
+
+@lru_cache(maxsize=1)  # the policies of a cell and seed come one after another
+def _workload(cell: Cell, seed: int) -> Workload:
+    return build(cell, seed, Path(os.environ["KVQ_DATA"]), _tokenizer())
 
 
 def run_task(task: Task) -> dict[str, Any]:
@@ -181,7 +192,7 @@ def run_task(task: Task) -> dict[str, Any]:
     cell = task.cell
     if not vllm.__version__.startswith(cell.vllm):
         raise ValueError(f"{vllm.__file__} is vLLM {vllm.__version__}, not {cell.vllm}")
-    workload = build(cell, task.seed, Path(os.environ["KVQ_DATA"]), _tokenizer())
+    workload = _workload(cell, task.seed)
     settings = dict(task.settings)
     if task.policy == "clairvoyant":
 

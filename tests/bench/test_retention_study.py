@@ -131,7 +131,7 @@ def test_poisson_agents_come_as_fast_as_they_would_leave_at_that_load(shared_dat
     workload = retention_study.build(cell, 0, shared_data, None)
     agents = [p for p in workload.programs if p.agent]
     closed = retention_study.build(replace(cell, poisson=False), 0, shared_data, None)
-    assert workload.concurrency is None and len(agents) == 3 * closed.concurrency
+    assert workload.concurrency is None and len(agents) == 2 * closed.concurrency
     alone = sum(retention_study._seconds_alone(p, StepTime(GPUS["H100"])) for p in agents) / len(agents)
     assert agents[-1].arrival == pytest.approx(len(agents) / closed.concurrency * alone, rel=0.5)
 
