@@ -12,7 +12,19 @@ from typing import Any
 
 from integration.config import Config, IntegrationError
 
-__all__ = ["Handle", "IntegrationError", "adisable", "aenable", "astatus", "disable", "enable", "generate", "status"]
+__all__ = [
+    "Handle",
+    "IntegrationError",
+    "adisable",
+    "aenable",
+    "astatus",
+    "disable",
+    "enable",
+    "generate",
+    "hints",
+    "receipt",
+    "status",
+]
 
 
 class Handle:
@@ -107,10 +119,10 @@ async def astatus(llm: Any) -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "generate":
-        from integration.frontend import generate
+    if name in ("generate", "hints", "receipt"):
+        from integration import frontend
 
-        return generate
+        return getattr(frontend, name)
     raise AttributeError(f"module 'integration' has no attribute {name!r}")
 
 

@@ -291,3 +291,11 @@ def test_what_the_front_end_hooks_is_there_in(version):
     methods, body = members("tool_parsers/abstract_tool_parser.py", "ToolParser")
     assert methods["extract_tool_calls"] == 3 and "tools: list[Tool] | None=None" in body
     assert "output_text" in members("v1/engine/detokenizer.py", "BaseIncrementalDetokenizer")[1]
+
+
+def test_the_package_offers_them_by_name():
+    import integration
+
+    assert integration.hints is frontend.hints and integration.receipt is frontend.receipt
+    assert integration.generate is frontend.generate
+    assert {"hints", "receipt", "generate"} <= set(integration.__all__)
