@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.request import Request, RequestStatus
 
 from integration.compat.patches import Patches
@@ -155,6 +156,11 @@ class Guard:
         return True
 
 
+def window_blocks(group: SlidingWindowManager) -> int:
+    """Blocks of this group that a hit needs."""
+    return -(-(group.sliding_window - 1) // group.block_size) + bool(getattr(group, "use_eagle", False))
+
+
 def _raise(place: str, error: Exception) -> None:
     raise error
 
@@ -194,6 +200,8 @@ class RetainedPool:
         self._max_wait_s = max_wait_s
         self._manager = manager = scheduler.kv_cache_manager
         self._groups = manager.coordinator.single_type_managers
+        self._full = [i for i, group in enumerate(self._groups) if not isinstance(group, SlidingWindowManager)]
+        self._windows = {i: window_blocks(group) for i, group in enumerate(self._groups) if i not in self._full}
         self._pool = manager.block_pool
         self._holds = [0] * self._pool.num_gpu_blocks
         self._references: dict[int, int] = {}  # that leases hold, by block id
@@ -229,10 +237,13 @@ class RetainedPool:
         """A request is about to be added to the scheduler."""
         arrival = self.policy.turn_arrived(turn)
         self._orders[request.request_id] = arrival.order, self._clock()
-        need = sum(-(-turn.prompt_tokens // group.block_size) for group in self._groups)
-        need -= self._cached_blocks(request) * len(self._groups)
-        self._waiting_blocks[request.request_id] = max(0, need)
-        self._total_waiting_blocks += max(0, need)
+        cached = self._cached_blocks(request)
+        need = 0
+        for i, group in enumerate(self._groups):
+            new = max(0, -(-turn.prompt_tokens // group.block_size) - cached)
+            need += min(new, self._windows.get(i, new) + 1)
+        self._waiting_blocks[request.request_id] = need
+        self._total_waiting_blocks += need
         self.retry = True
 
     def place(self, request: Request) -> None:
@@ -308,6 +319,8 @@ class RetainedPool:
 
     def retainable(self, request: Request) -> list[KVCacheBlock]:
         """The full, hashed blocks that the request holds, of all groups, in the order of the tokens they hold."""
+        if self._windows:
+            return self._windowed(request)
         found = []
         for group in self._groups:
             size = group.block_size
@@ -318,16 +331,34 @@ class RetainedPool:
             found.sort(key=itemgetter(0))
         return [block for _, block in found]
 
-    def cached(self, block_hashes: Sequence[Any]) -> list[KVCacheBlock]:
-        """The blocks that hold this content now, up to the first that is gone."""
-        found: list[KVCacheBlock] = []
-        groups = list(range(len(self._groups)))
+    def cached(self, block_hashes: Sequence[Any]) -> tuple[int, list[KVCacheBlock]]:
+        """How many of these contents, from the first, are cached now, and the blocks that hold them: of sliding windows
+        the last ones, and nothing at all without those.
+        """
+        chain: list[list[KVCacheBlock]] = []
         for block_hash in block_hashes:
-            blocks = self._pool.get_cached_block(block_hash, groups)
+            blocks = self._pool.get_cached_block(block_hash, self._full)
             if blocks is None:
                 break
-            found += blocks
-        return found
+            chain.append(list(blocks))
+        for group, size in self._windows.items():
+            for i in range(len(chain) - 1, max(-1, len(chain) - 1 - size), -1):
+                blocks = self._pool.get_cached_block(block_hashes[i], [group])
+                if blocks is None:
+                    return 0, []
+                chain[i] += blocks
+        return len(chain), [block for blocks in chain for block in blocks]
+
+    def _windowed(self, request: Request) -> list[KVCacheBlock]:
+        """With sliding windows: a hit at the last full block needs one more than the request still holds itself, if its
+        window has moved on since; vLLM has freed that, but knows it by its hash.
+        """
+        full = 0
+        for group in self._groups:
+            blocks = group.req_to_blocks.get(request.request_id, ())
+            settled = [i for i, block in enumerate(blocks) if block.block_hash is not None and not block.is_null]
+            full = max(full, settled[-1] + 1 if settled else 0)
+        return self.cached(request.block_hashes[:full])[1]
 
     def shared(self, blocks: Sequence[KVCacheBlock], own: int = 1) -> int:
         """How many blocks at the head someone else holds. own: references of whoever asks."""
@@ -452,7 +483,7 @@ class RetainedPool:
         victims: Sequence[Victim] = ()
         with self._yielding:
             short = self._shortage(request, num_new_tokens, kwargs, first)
-            if short > self._releasable():
+            if short > self._releasable() and not self._windows:  # of those the shortage is not known so well
                 return False
             victims = self.policy.blocks_needed(
                 Demand(
@@ -528,8 +559,8 @@ class RetainedPool:
 
     def _cached_blocks(self, request: Request) -> int:
         """Cached blocks of a prompt, by bisection: a chain is given up tail first, so its cached part is a prefix."""
-        hashes, groups = request.block_hashes, list(range(len(self._groups)))
-        low, high = 0, len(hashes)
+        hashes, groups = request.block_hashes, self._full
+        low, high = 0, len(hashes) if groups else 0
         while low < high:
             middle = (low + high + 1) // 2
             if self._pool.get_cached_block(hashes[middle - 1], groups) is None:

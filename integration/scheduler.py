@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 from vllm.v1.request import Request
 
 from integration import compat
@@ -52,11 +52,11 @@ def refusal(scheduler: Any) -> str | None:
     groups = manager.coordinator.single_type_managers
     if not groups:
         return "the model has no KV cache"
-    other = sorted({type(group).__name__ for group in groups if type(group) is not FullAttentionManager})
+    known = (FullAttentionManager, SlidingWindowManager)
+    other = sorted({type(group).__name__ for group in groups if type(group) not in known})
     if other:
         return (
-            f"the model's KV cache has groups of {', '.join(other)}; retention works with full attention only, since in"
-            " the others a block is worth nothing without those after it"
+            f"the model's KV cache has groups of {', '.join(other)}; retention knows full attention and sliding windows"
         )
     if any(group.block_pool is not manager.block_pool for group in groups):
         return "the model's KV cache groups have block pools of their own; retention works with one"
@@ -108,6 +108,7 @@ class Retention:
         self._clock = clock
         self._block_tokens = getattr(scheduler, "hash_block_size", scheduler.block_size)
         self._same_blocks = all(group.block_size == self._block_tokens for group in groups)
+        windowed = any(type(group) is SlidingWindowManager for group in groups)
         settings = dict(config.settings)
         if config.policy == "value" and not isinstance(scheduler.waiting, deque):
             # In a queue that is not ours to order, a program that is held back would hold back all behind it.
@@ -124,6 +125,7 @@ class Retention:
             guardrail=config.guardrail,
             events=self._events,
             state=_load(config.state),
+            whole=windowed,
             **settings,
         )
         self._identifier = Identifier(config.tenant_trusted, self._block_tokens)
@@ -153,6 +155,11 @@ class Retention:
             ordered=not unordered,
             max_wait_s=QUEUE_PATIENCE_S,
         )
+        # Of a sliding window vLLM (from 0.32) caches what a repetition of the prompt needs; the next turn needs more.
+        self._coordinator = manager.coordinator
+        self._interval = getattr(self._coordinator, "retention_interval", None)
+        if windowed and self._interval is not None:
+            self._coordinator.retention_interval = None
         try:
             for request in list(scheduler.waiting):
                 self._arrive(request)
@@ -440,9 +447,8 @@ class Retention:
             if full == 0:
                 return
             ended.owner = owner = made_up(owner, ended.block_hashes[full - 1])
-        groups = len(self._scheduler.kv_cache_manager.coordinator.single_type_managers)
-        blocks = self.pool.cached(ended.block_hashes[:full])
-        tokens = min(ended.tokens, (len(blocks) // groups + 1) * self._block_tokens)
+        found, blocks = self.pool.cached(ended.block_hashes[:full])
+        tokens = min(ended.tokens, (found + 1) * self._block_tokens)
         self.pool.retain(
             TurnFinished(
                 request_id,
@@ -488,6 +494,8 @@ class Retention:
     def _remove(self) -> None:
         self.live = False
         self._patches.remove()
+        if self._interval is not None:
+            self._coordinator.retention_interval = self._interval
         try:
             self.pool.detach()
         finally:

@@ -64,6 +64,7 @@ class Policy:
         budget: float = 1.0,
         tenant_quota: float | None = None,
         max_wait_s: float = 10.0,
+        whole: bool = False,
         guardrail: Guardrail | None = None,
         registry: ProgramRegistry | None = None,
         events: EventLog | None = None,
@@ -81,8 +82,9 @@ class Policy:
             hard=hard,
             budget=budget,
             tenant_quota=tenant_quota,
-            keep_fraction=rule.keep_fraction,
+            keep_fraction=1.0 if whole else rule.keep_fraction,
         )
+        self._whole = whole
         self._programs = ProgramRegistry() if registry is None else registry
         self._block_tokens = block_tokens
         self._max_wait_s = max_wait_s
@@ -376,7 +378,7 @@ class Policy:
         if turn.keep_tokens is not None:
             tokens = min(turn.tokens, max(0, turn.keep_tokens))
         blocks = turn.blocks * tokens // turn.tokens if tokens < turn.tokens else turn.blocks
-        if blocks == 0:
+        if blocks == 0 or (self._whole and blocks < turn.blocks):
             return self._reject("drift")
         lease = Lease(
             program.key, tokens=tokens, blocks=blocks, shared=turn.shared_blocks, finished_at=now, calls=program.calls,
@@ -542,6 +544,7 @@ def make_policy(
     budget: float | None = None,
     tenant_quota: float | None = None,
     max_wait_s: float = 10.0,
+    whole: bool = False,
     guardrail: bool | Guardrail = True,
     events: EventLog | None = None,
     state: dict[str, Any] | None = None,
@@ -552,7 +555,8 @@ def make_policy(
     total_blocks, block_tokens: the pool. clock: monotonic seconds. hard: hold references (default: the policy's own
     way). budget: fraction of the pool that leases may hold (None: half of it if hard, all of it if soft). tenant_quota:
     fraction of the budget that one tenant may hold (None: all of it). max_wait_s: a hard lease yields to a request that
-    has waited this long. guardrail: whether, or which. state: from `Policy.state()`. settings: those of the policy's
+    has waited this long. whole: part of a lease is worth nothing (sliding windows), so none is cut. guardrail: whether,
+    or which. state: from `Policy.state()`. settings: those of the policy's
     rule in `retention.rules`, for example `ttl_s` of "fixed". Raises ValueError for an unknown name or setting,
     naming it and what is allowed.
     """
@@ -580,6 +584,7 @@ def make_policy(
         budget=(0.5 if hard else 1.0) if budget is None else budget,
         tenant_quota=tenant_quota,
         max_wait_s=max_wait_s,
+        whole=whole,
         guardrail=guardrail if guardrail and rule.retains else None,
         events=events,
     )

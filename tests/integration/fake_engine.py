@@ -26,7 +26,7 @@ class FakeEngine:
 
         init_none_hash(sha256)
         self.scheduler = make_scheduler(blocks, BLOCK)
-        if ahead or groups > 1 or changes:
+        if ahead or groups > 1 or changes:  # sliding_window: tokens that the last group sees
             self.scheduler = _another(self.scheduler, ahead, groups, changes)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self._ahead = ahead

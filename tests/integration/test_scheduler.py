@@ -17,7 +17,11 @@ from integration import IntegrationError
 from integration.engine_rpc import kvq_rpc
 from integration.scheduler import QUEUE_PATIENCE_S, on
 
-KINDS = pytest.mark.parametrize("kind", [{}, {"ahead": 1}, {"groups": 2}], ids=["plain", "async", "two groups"])
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [{}, {"ahead": 1}, {"groups": 2}, {"groups": 2, "sliding_window": 50}],
+    ids=["plain", "async", "two groups", "windows"],
+)
 
 
 def engine(blocks=64, *, hard=False, policy="fixed", **changes):
@@ -34,7 +38,8 @@ def test_a_paused_program_survives_a_flood_and_an_unnamed_one_does_not(kind, har
     named, unnamed = fake.turn(200, 30, "agent", kvq_tool_name="bash"), fake.turn(200, 1)
     receipt = next(iter(fake.receipts.values()))
     assert receipt["retained"] and receipt["reason"] == "kept" and receipt["reused_tokens"] == 0
-    assert receipt["blocks"] == (229 // BLOCK) * kind.get("groups", 1)
+    windows = "sliding_window" in kind
+    assert receipt["blocks"] == (229 // BLOCK + 4 if windows else 229 // BLOCK * kind.get("groups", 1))
     fake.check()
     fake.flood(300, 6)
     fake.check()
@@ -52,7 +57,7 @@ def test_a_paused_program_survives_a_flood_and_an_unnamed_one_does_not(kind, har
 def test_idle_pins_of_the_whole_pool_give_way_in_bounded_steps(kind, hard):
     """SGLang #27024, vLLM #49439: idle sessions hold everything. A new request progresses at once all the same."""
     fake = engine(hard=hard, budget=1.0, **kind)
-    for i in range(8):
+    for i in range(12 if "sliding_window" in kind else 8):
         fake.turn(110, 2, f"agent{i}")
     assert sum(len(lease.blocks) for lease in fake.retention.pool.leases.values()) >= 48 * kind.get("groups", 1)
     fake.check()
@@ -233,6 +238,31 @@ def test_a_queue_with_priorities_keeps_its_order_and_nobody_is_held_back():
     assert any(r.priority == 2 for r in fake.scheduler.running), "the most urgent one started beside what runs"
     fake.run(running)
     fake.run()
+    fake.check()
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["mixed", "only windows"])
+@pytest.mark.parametrize("hard", [False, True])
+def test_sliding_windows_are_retained_as_a_whole_and_hit_behind_the_output(hard, only):
+    """vLLM #42985. By default vLLM (0.32) caches of a window what a repetition of the prompt hits: while retention is
+    on it caches all, and the next turn hits its whole history; under pressure a lease goes entirely or not at all.
+    """
+    fake = FakeEngine(128, groups=1 if only else 2, sliding_window=50)
+    coordinator = fake.scheduler.kv_cache_manager.coordinator
+    coordinator.retention_interval = 0
+    fake.enable(hard=hard, budget=1.0)
+    prompt = fake.turn(200, 60, "agent")
+    fake.flood(300, 8)
+    fake.turn(prompt + fake.tokens(20), 60, "agent")
+    assert fake.cached[fake.last] == 259 // BLOCK * BLOCK
+    for i in range(20):
+        fake.turn(150, 30, f"agent{i}")
+        fake.check()
+        for lease in fake.retention.policy.pins:
+            assert lease.blocks == lease.original
+    assert len(fake.retention.pool.leases) < 21 or only
+    fake.retention.disable()
+    assert coordinator.retention_interval == 0
     fake.check()
 
 
@@ -495,12 +525,13 @@ def test_a_receipt_that_cannot_be_written_does_not_end_the_answer(monkeypatch):
     fake.check()
 
 
-def test_refusals_name_what_is_in_the_way():
-    fake = FakeEngine(64, groups=2, sliding_window=64)
-    with pytest.raises(IntegrationError, match="SlidingWindowManager"):
-        fake.enable()
-    assert "SlidingWindowManager" in kvq_rpc(fake, "status")["refused"]
+def test_refusals_name_what_is_in_the_way(monkeypatch):
     fake = FakeEngine(64)
+    monkeypatch.setattr("integration.scheduler.FullAttentionManager", FakeEngine)  # any other class
+    with pytest.raises(IntegrationError, match="groups of FullAttentionManager"):
+        fake.enable()
+    assert "FullAttentionManager" in kvq_rpc(fake, "status")["refused"]
+    monkeypatch.undo()
     fake.enable()
     with pytest.raises(IntegrationError, match="enabled already"):
         fake.enable()
