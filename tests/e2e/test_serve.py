@@ -94,6 +94,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
     command = [sys.executable, str(Path(__file__).with_name("vllm_cli.py")), "serve", str(model_path("smollm2-135m"))]
     for name, value in {
