@@ -210,6 +210,7 @@ def paged_attention_decode(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     position_offset: torch.Tensor | None = None,
+    skip_threshold: float | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     check: ops.Check = "sync",
@@ -221,5 +222,5 @@ def paged_attention_decode(
     return ops.decode_pages(
         query, cache.pages, cache.layout, block_tables, seq_lens, plan=plan, scale=scale, transform=cache.transform,
         hot=cache.hot, sliding_window=sliding_window, softcap=softcap, sinks=sinks, position_offset=position_offset,
-        out=out, return_lse=return_lse, check=check,
+        skip_threshold=skip_threshold, out=out, return_lse=return_lse, check=check,
     )  # fmt: skip

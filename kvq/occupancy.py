@@ -84,9 +84,11 @@ def compile_decode(shape: ShapeClass, config: DecodeConfig, capability: tuple[in
 
 
 def resident(device: Device, compiled: Compiled) -> int:
-    """Programs of one warp that a multiprocessor holds at once; registers are given in units of 256 a warp."""
+    """Programs of one warp that a multiprocessor holds at once: each of its four schedulers has a quarter of the
+    registers, given in units of 256 a warp."""
     registers = -(-32 * compiled.registers // 256) * 256
-    return min(device.blocks, device.registers // registers, device.shared // (compiled.shared_bytes + RESERVED))
+    warps = 4 * (device.registers // 4 // registers)
+    return min(device.blocks, warps, device.shared // (compiled.shared_bytes + RESERVED))
 
 
 def tile_times(

@@ -15,7 +15,7 @@ import torch
 from kvq import reference
 from kvq.kernels.device import DeviceTransform
 from kvq.page import PageLayout
-from kvq.plan import MAX_Q_LEN, DecodePlan
+from kvq.plan import MAX_Q_LEN, DecodePlan, check_skip_threshold
 from kvq.reference import HotPool
 from kvq.scheme import TensorScheme
 
@@ -248,6 +248,7 @@ def decode_pages(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     position_offset: torch.Tensor | None = None,
+    skip_threshold: float | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     check: Check = "sync",
@@ -261,6 +262,7 @@ def decode_pages(
         scale: softmax scale, default head_dim ** -0.5. sliding_window: tokens seen, the query's own included.
         softcap: scores become cap * tanh(score / cap). sinks: float [heads], a learned logit a head.
         position_offset: int32 [num_seqs]; the token at index i has position i + offset. Default 0.
+        skip_threshold: leave out pages of little probability (see DecodePlan, whose own counts where there is a plan).
         out: like query, or float32. return_lse: also the natural log-sum-exp, float32, sinks included.
 
     Raises ValueError or TypeError for arguments that do not fit, and with ``check="sync"`` for lengths and pages out of
@@ -303,6 +305,10 @@ def decode_pages(
     scale = head_dim**-0.5 if scale is None else scale
     if not (math.isfinite(scale) and scale >= 0):
         raise ValueError(f"scale is {scale}; it must be finite and at least 0")
+    if skip_threshold is not None:
+        check_skip_threshold(skip_threshold)
+        if plan is not None:
+            raise ValueError("skip_threshold is given beside a plan; make the plan with it, or set plan.skip_threshold")
     if check == "sync":
         max_len = None if plan is None else plan.max_seq_len
         check_lengths("seq_lens", seq_lens, pages, layout, block_tables, transform, position_offset, max_len)
@@ -324,6 +330,7 @@ def decode_pages(
                 sliding_window=sliding_window,
                 hot=hot is not None,
                 pairs=0 if transform is None else transform.pairs,
+                skip_threshold=skip_threshold,
                 device=pages.device,
             )
             plan.update(block_tables, seq_lens, hot)
@@ -339,7 +346,7 @@ def decode_pages(
         source = None if transform is None else transform.source
         o, lse = reference.paged_attention_decode(
             query, pages, layout, block_tables, seq_lens, scale, source, hot, sliding_window, softcap, sinks,
-            position_offset,
+            position_offset, skip_threshold=skip_threshold,
         )  # fmt: skip
         result.copy_(o)
     if squeeze:

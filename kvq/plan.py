@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from kvq.page import PageLayout
@@ -13,6 +15,13 @@ ITEM = 8  # int32 fields of a work item
 HOT_COST = 8  # quantized pages that take as long as one page in the model's precision
 
 
+def check_skip_threshold(value: float) -> float:
+    """log2 of a threshold. Raises ValueError outside (0, 1)."""
+    if not 0.0 < value < 1.0:
+        raise ValueError(f"skip_threshold is {value}; it must be above 0 and below 1, or None")
+    return math.log2(value)
+
+
 class DecodePlan:
     """Everything decode needs besides tensors that change: allocated once, for at most the planned sizes.
 
@@ -21,6 +30,11 @@ class DecodePlan:
         max_seqs, max_seq_len: bounds of the batch; ``run`` works for any lengths up to them without re-planning.
         sliding_window: of the layers this plan serves, or None. hot: whether pages may be hot.
         pairs: of the keys' transform (DeviceTransform.pairs). config: None picks the tuned one (kvq/tuned.py).
+        skip_threshold: None, or in (0, 1): a quantized page may be left out whose probabilities are all smaller than
+            this times the largest one seen (BLASST, arXiv 2512.12087). Its keys are read, its values are not.
+            ``plan.skip_threshold = x`` changes it, also between replays of a captured graph.
+
+    Raises ValueError for sizes and thresholds that are not allowed.
     """
 
     def __init__(
@@ -34,6 +48,7 @@ class DecodePlan:
         sliding_window: int | None = None,
         hot: bool = False,
         pairs: int = 0,
+        skip_threshold: float | None = None,
         device: torch.device | str = "cuda",
         config: DecodeConfig | None = None,
     ) -> None:
@@ -57,7 +72,7 @@ class DecodePlan:
         self.rows = q_len * heads // layout.kv_heads
         self.row_block = 8 if self.rows <= 8 else 16
         if config is None:
-            config = pick(layout, self.row_block, max_seqs * self.max_pages, pairs=pairs, device=self.device)
+            config = pick(layout, self.row_block, max_seqs, pairs=pairs, device=self.device)
         self.config = config
         blocks = layout.kv_heads * -(-self.rows // self.row_block)
         self.places = max(1, int(self.config.programs * processors / blocks))
@@ -78,6 +93,28 @@ class DecodePlan:
         self.v_hadamard = word_hadamard(layout.head_dim, value.planes, self.device)
         self.part_out = empty(self.max_items, layout.kv_heads, self.rows, layout.head_dim, dtype=torch.float32)
         self.part_lse = empty(self.max_items, layout.kv_heads, self.rows, dtype=torch.float32)
+
+        self.skip = skip_threshold is not None
+        self.skip_log2 = empty(1, dtype=torch.float32)
+        self.skipped = torch.zeros(2, dtype=torch.int64, device=self.device)
+        if skip_threshold is not None:
+            self.skip_threshold = skip_threshold
+
+    @property
+    def skip_threshold(self) -> float | None:
+        return 2.0 ** float(self.skip_log2) if self.skip else None
+
+    @skip_threshold.setter
+    def skip_threshold(self, value: float) -> None:
+        if not self.skip:
+            raise ValueError("the plan was made without skip_threshold; its kernel skips nothing")
+        self.skip_log2.fill_(check_skip_threshold(value))
+
+    def skip_fraction(self) -> float:
+        """Quantized pages left out, of those that might be, since the last call. Synchronises with the device."""
+        skipped, total = self.skipped.tolist()
+        self.skipped.zero_()
+        return skipped / total if total else 0.0
 
     def check(
         self, layout: PageLayout, heads: int, num_seqs: int, q_len: int, sliding_window: int | None, hot: bool

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -321,6 +322,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    hidden: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of the last q_len tokens over a context that includes them.
 
@@ -328,7 +330,8 @@ def attention(
     stands at index seq_len - q_len + t and sees indices j <= its own, and j > its own - sliding_window.
     Returns out [q_len, heads, head_dim] and the natural log-sum-exp [q_len, heads] of the scaled scores, sinks
     (one learned logit a head that takes probability but has no value) included. A row that sees nothing gives zeros
-    and -inf (or the sink).
+    and -inf (or the sink). hidden: called with the scores [heads, q_len, seq_len and the sink] and the GQA group, says
+    which are left out.
     """
     q_len, heads, _ = query.shape
     seq_len, kv_heads, _ = key.shape
@@ -344,10 +347,31 @@ def attention(
     scores = scores.masked_fill(~seen, -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, q_len, 1)], -1)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden(scores, group), -math.inf)
     lse = torch.logsumexp(scores, -1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
     probs = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])[..., :seq_len]
     out = torch.einsum("hts,shd->thd", probs, value.repeat_interleave(group, 1))
     return out, lse.transpose(0, 1)
+
+
+def skippable(
+    page_size: int, tokens: int, is_hot: torch.Tensor | None, bar: float, scores: torch.Tensor, group: int
+) -> torch.Tensor:
+    """Which scores [heads, q_len, tokens and perhaps a sink] BLASST may leave out, for decode: see there.
+
+    bar: natural logarithm of the threshold. is_hot: bool [pages] of the sequence, or None.
+    """
+    heads, q_len, columns = scores.shape
+    finite = torch.isfinite(scores).flatten(0, 1)  # seen
+    row = scores.flatten(0, 1)
+    low = (row < row.max(-1, keepdim=True).values + bar).view(heads // group, group * q_len, columns)
+    out = torch.zeros(heads // group, columns, dtype=torch.bool, device=scores.device)
+    for page in range(tokens // page_size):
+        part = slice(page * page_size, (page + 1) * page_size)
+        if bool(finite[:, part].all()) and not (is_hot is not None and bool(is_hot[page])):
+            out[:, part] = low[:, :, part].all(-1).all(-1)[:, None]
+    return out.repeat_interleave(group, 0)[:, None].expand_as(scores)
 
 
 def paged_attention_decode(
@@ -364,8 +388,12 @@ def paged_attention_decode(
     sinks: torch.Tensor | None = None,
     position_offset: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    skip_threshold: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of query [num_seqs, q_len, heads, head_dim] over the dequantized context of each sequence.
+
+    skip_threshold: leave out every page that may be: quantized, seen whole by all rows, and in each of them with all
+    probabilities below this times the largest one of the row. A kernel meets maxima one by one and leaves out fewer.
 
     Returns out, like query in ``dtype``, and the log-sum-exp float32 [num_seqs, q_len, heads]. A sequence of length 0
     gives zeros and -inf (or the sink), as does a row before the start of its sequence (seq_len < q_len).
@@ -381,7 +409,11 @@ def paged_attention_decode(
         shift = 0 if position_offset is None else int(position_offset[i])
         key, value = gather(pages, layout, block_tables[i], n, transform, hot, shift, dtype)
         rows = min(q_len, n)
-        o, s = attention(query[i, q_len - rows :].to(dtype), key, value, scale, sliding_window, softcap, sinks)
+        hidden = None
+        if skip_threshold is not None:
+            is_hot = None if hot is None else hot.index[block_tables[i].long()] >= 0
+            hidden = functools.partial(skippable, layout.page_size, n, is_hot, math.log(skip_threshold))
+        o, s = attention(query[i, q_len - rows :].to(dtype), key, value, scale, sliding_window, softcap, sinks, hidden)
         out[i, q_len - rows :], lse[i, q_len - rows :] = o, s.float()
     return out, lse
 

@@ -26,7 +26,6 @@ from kvq.tuned import DecodeConfig, ShapeClass
 KV_HEADS = 8
 PAIRS = 16  # with an offset, where keys have one
 STAGES = (3, 5, 7)
-REGISTERS = (None, 224)
 PROGRAMS = (4, 6, 8, 12)
 PREFETCH = (0, 2, 4)
 CLOSE = 1.01  # times the best within which an earlier candidate is preferred: replays differ by as much
@@ -46,8 +45,8 @@ def shape_classes(quick: bool) -> Iterator[ShapeClass]:
 
 
 def candidates(layout: PageLayout, pairs: int, limit: int) -> list[DecodeConfig]:
-    """Stages and registers to compile; those whose shared memory passes ``limit`` bytes are left out."""
-    every = [DecodeConfig(num_stages=s, maxnreg=r) for s in STAGES for r in REGISTERS]
+    """Stages to compile; those whose shared memory passes ``limit`` bytes are left out."""
+    every = [DecodeConfig(num_stages=s) for s in STAGES]
     return [c for c in every if tuned.shared_bytes(c, layout, pairs) <= limit]
 
 

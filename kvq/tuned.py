@@ -22,31 +22,32 @@ from kvq.kernels.device import next_pow2
 from kvq.page import PAGE_SIZES, PageLayout
 from kvq.scheme import HEAD_DIMS
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = Path(__file__).parent / "kernels" / "tuned"
 ENVIRONMENT = "KVQ_TUNED"
-SMALL = 256  # (page, kv head) tiles a multiprocessor up to which a plan's workload is "small"
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Launch configuration of the decode kernel. ``programs``: work items times kv heads aimed at, a multiprocessor;
-    ``min_chunk``: least pages an item; ``prefetch``: pages an item asks for before its query is ready; ``maxnreg``:
-    left to itself, ptxas saves registers that the schedule of the main loop needs."""
+    """Launch configuration of the decode kernel. ``programs``: a multiprocessor's; a one-warp program may take 255
+    registers where they are 8, 168 where they are 12; ``min_chunk``: least pages an item; ``prefetch``: pages an item
+    asks for before its query is ready; ``start_cost``: pages that take as long as the start of an item; ``maxnreg``:
+    most registers, None leaves them to the compiler."""
 
     num_warps: int = 1
     num_stages: int = 5
     programs: float = 8.0
     min_chunk: int = 2
     prefetch: int = 2
-    maxnreg: int | None = 224
+    start_cost: int = 4
+    maxnreg: int | None = None
 
 
 class ShapeClass(NamedTuple):
     """What a configuration depends on. ``rows``: 8 or 16 query rows a program; ``pairs``: whether keys have an offset;
-    ``workload``: "small" where the whole plan has at most SMALL tiles a multiprocessor, else "large"."""
+    ``workload``: "small" where a plan has at most one (sequence, kv head) a multiprocessor, else "large"."""
 
     scheme: str
     pairs: bool
@@ -119,12 +120,12 @@ def save(
 def pick(
     layout: PageLayout,
     rows: int,
-    pages: int,
+    num_seqs: int,
     *,
     pairs: int = 0,
     device: torch.device | str = "cuda",
 ) -> DecodeConfig:
-    """The configuration for a plan of at most ``pages`` pages whose programs take ``rows`` (8 or 16) query rows.
+    """The configuration for a plan of at most ``num_seqs`` sequences whose programs take ``rows`` (8 or 16) query rows.
 
     ``pairs``: rotary pairs of a head with an offset, as in DeviceTransform.pairs.
 
@@ -136,7 +137,7 @@ def pick(
         return DecodeConfig()
     properties = torch.cuda.get_device_properties(device)
     tuned = _find(properties.name, (properties.major, properties.minor), os.environ.get(ENVIRONMENT))
-    workload = workload_class(pages * layout.kv_heads, properties.multi_processor_count)
+    workload = workload_class(num_seqs * layout.kv_heads, properties.multi_processor_count)
     shape = ShapeClass(layout.scheme.name, pairs > 0, workload, rows, layout.head_dim, layout.page_size)
     config = None if tuned is None else nearest(tuned.entries, shape)
     return fit(config or DecodeConfig(), layout, pairs, shared_limit(device))
@@ -148,8 +149,9 @@ def shared_limit(device: torch.device) -> int:
     return driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
-def workload_class(tiles: int, multiprocessors: int) -> str:
-    return "small" if tiles <= SMALL * multiprocessors else "large"
+def workload_class(heads: int, multiprocessors: int) -> str:
+    """Class of a plan of ``heads`` (sequence, kv head) pairs."""
+    return "small" if heads <= multiprocessors else "large"
 
 
 def nearest(entries: dict[ShapeClass, DecodeConfig], shape: ShapeClass) -> DecodeConfig | None:
@@ -256,6 +258,7 @@ def _config(path: str, where: str, config: Any) -> DecodeConfig:
     good = isinstance(config, dict) and set(config) == names
     _check(path, where, config, good, f"an object of {', '.join(sorted(names))}")
     ranges = {"num_warps": (1, 8), "num_stages": (1, 8), "programs": (1, 64), "min_chunk": (1, 64), "prefetch": (0, 16)}
+    ranges["start_cost"] = (0, 64)
     for name, (lo, hi) in ranges.items():
         x = config[name]
         number = _is_int(x) or (name == "programs" and isinstance(x, float))

@@ -188,8 +188,7 @@ def rotation_bytes() -> int:
 def config_of(shape: Shape, variant: Variant) -> DecodeConfig:
     """What the plan of a row picks."""
     rows = 8 if variant.q_len * shape.heads // shape.kv_heads <= 8 else 16
-    pages = len(shape.lens) * (-(-max(shape.lens) // (16 * shape.page_size)) * 16)
-    return pick(layout_of(shape, variant), rows, pages, pairs=variant.pairs)
+    return pick(layout_of(shape, variant), rows, len(shape.lens), pairs=variant.pairs)
 
 
 def compile_jobs(rows: list[tuple[Shape, Variant]]) -> list[tuple[Shape, Variant, DecodeConfig]]:

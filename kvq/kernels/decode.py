@@ -115,50 +115,41 @@ def visible(index, own, window, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def quantized_tile(
-    q0, q1, q2, q3, qs, sm,
-    a0, a1, a2, a3, m, l,
-    p_key, p_value, p_key_scale, p_value_scale,
-    c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn,
-    token, own, window, cap,
-    D: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
-    WK: tl.constexpr, WV: tl.constexpr, PAIRS: tl.constexpr, MAX_PAIRS: tl.constexpr,
-    TOKENS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """N tokens of one page and head added to the running softmax (m, l) and the accumulators a0..a3 [WV, R].
+def load_codes(p, o_n, D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, N_AXIS: tl.constexpr):
+    """Words int16 of N tokens of a page and head, tokens along axis N_AXIS, padded to W a token."""
+    WORDS: tl.constexpr = D * BITS // 16
+    o_w = tl.arange(0, W)
+    p = p.to(tl.pointer_type(tl.int16)) + (along(o_n, N_AXIS) * WORDS + along(o_w, 1 - N_AXIS))
+    if W == WORDS:
+        words = tl.load(p)
+    else:
+        words = tl.load(p, mask=along(o_w < WORDS, 1 - N_AXIS), other=0)
+    return words
 
-    MASKED: not every row sees them all; the first stands at index ``token``.
+
+@triton.jit
+def quantized_scores(
+    q0, q1, q2, q3, qs, sm, b_k, ks, kz, c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn,
+    token, own, window, cap,
+    N: tl.constexpr, K_BITS: tl.constexpr, K_SYM: tl.constexpr,
+    PAIRS: tl.constexpr, MAX_PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Scores [N, R] of N tokens of one page and head, and their maxima [R], in units of log2.
+
+    MASKED: not every row sees them all; the first stands at index ``token``. Unless MASKED or SOFTCAP the scores still
+    have to be multiplied by ``sm``, which is free in the exponent.
     """
     ROWS: tl.constexpr = 1 - TOKENS
     UNIT: tl.constexpr = 2.0**-20 if K_BITS == 4 else 2.0**-24
-    KW: tl.constexpr = D * K_BITS // 16
-    VW: tl.constexpr = D * V_BITS // 16
     o_n = tl.arange(0, N)
-    o_k = tl.arange(0, WK)
-    o_v = tl.arange(0, WV)
-    p_k = p_key.to(tl.pointer_type(tl.int16)) + along(o_n, TOKENS) * KW + along(o_k, ROWS)
-    p_v = p_value.to(tl.pointer_type(tl.int16)) + along(o_v, TOKENS) + along(o_n, ROWS) * VW
-    if WK == KW:
-        b_k = tl.load(p_k)  # [N, WK]
-    else:
-        b_k = tl.load(p_k, mask=along(o_k < KW, ROWS), other=0)
-    if WV == VW:
-        b_v = tl.load(p_v)  # [WV, N]
-    else:
-        b_v = tl.load(p_v, mask=along(o_v < VW, TOKENS), other=0)
-    ks, kz = load_scales(p_key_scale, o_n, K_SYM)
-    vs, vz = load_scales(p_value_scale, o_n, V_SYM)
     if MASKED:
         inside = token + o_n <= tl.max(own, 0)  # unused rows may hold NaN
         ks = tl.where(inside, ks, 0.0)
         kz = tl.where(inside, kz, 0.0)
-        vs = tl.where(inside, vs, 0.0)
-        vz = tl.where(inside, vz, 0.0)
-
     if K_BITS == 4:
         k0, k1, k2, k3 = tiny_nibbles(b_k, ASM)
-        s = product(k0, q0, None, TOKENS)  # [N, R]
+        s = product(k0, q0, None, TOKENS)
         s = product(k1, q1, s, TOKENS)
         s = product(k2, q2, s, TOKENS)
         s = product(k3, q3, s, TOKENS)
@@ -166,7 +157,6 @@ def quantized_tile(
         k0, k1 = tiny_bytes(b_k, ASM)
         s = product(k0, q0, None, TOKENS)
         s = product(k1, q1, s, TOKENS)
-
     if K_SYM:
         kz = ks * -(1 << (K_BITS - 1))
     s = s * along(ks, TOKENS) + along(qs, ROWS) * along(kz, TOKENS)
@@ -184,7 +174,6 @@ def quantized_tile(
         o = product(j_cos, h_cos, o, TOKENS)
         o = product(j_sin, h_sin, o, TOKENS)
         s += o * UNIT
-    SCALED: tl.constexpr = SOFTCAP or MASKED  # before the maximum; else the multiplication is free in the exponent
     if SOFTCAP:
         s = apply_softcap(s * sm, cap) * 1.4426950408889634
     elif MASKED:
@@ -192,8 +181,23 @@ def quantized_tile(
     if MASKED:
         s = tl.where(visible(token + o_n, own, window, TOKENS, WINDOW), s, NEG)
     top = tl.max(s, TOKENS)
-    if not SCALED:
+    if not (SOFTCAP or MASKED):
         top *= sm
+    return s, top
+
+
+@triton.jit
+def quantized_values(
+    s, top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, token, own,
+    N: tl.constexpr, V_BITS: tl.constexpr, V_SYM: tl.constexpr,
+    TOKENS: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The tokens of ``quantized_scores`` added to the running softmax (m, l) and the accumulators a0..a3 [WV, R]."""
+    ROWS: tl.constexpr = 1 - TOKENS
+    if MASKED:
+        inside = token + tl.arange(0, N) <= tl.max(own, 0)
+        vs = tl.where(inside, vs, 0.0)
+        vz = tl.where(inside, vz, 0.0)
     if V_SYM:
         size = tl.max(tl.abs(vs), 0)
     else:
@@ -201,7 +205,7 @@ def quantized_tile(
     exponent = ((size.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)  # size < 2^exponent
     m_new = tl.maximum(m, top + (tl.maximum(exponent, TINY_LOG) - HEADROOM))
     a = tl.exp2(m - m_new)
-    if SCALED:
+    if SOFTCAP or MASKED:
         p = tl.exp2(s - along(m_new, ROWS))
     else:
         p = tl.exp2(s * sm - along(m_new, ROWS))
@@ -307,46 +311,68 @@ def load_query(
 
 
 @triton.jit
-def hot_tile(
-    q0, q1, q2, q3, a0, a1, a2, a3, m, l, p_key, p_value, sm, token, own, window, cap,
+def load_hot_query(
+    query, o_row, o_w, m_row, hot_pool,
+    D: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Query planes for hot pages: in the original space and the pool's dtype (2 and 3 repeat 0 and 1 for 2 planes)."""
+    DTYPE: tl.constexpr = tl.float32 if UPCAST else hot_pool.dtype.element_ty
+    x0 = load_query_plane(query, o_row, o_w, m_row, 0, PLANES, D, BLOCK, TOKENS).to(DTYPE)
+    x1 = load_query_plane(query, o_row, o_w, m_row, 1, PLANES, D, BLOCK, TOKENS).to(DTYPE)
+    if PLANES == 4:
+        x2 = load_query_plane(query, o_row, o_w, m_row, 2, PLANES, D, BLOCK, TOKENS).to(DTYPE)
+        x3 = load_query_plane(query, o_row, o_w, m_row, 3, PLANES, D, BLOCK, TOKENS).to(DTYPE)
+    else:
+        x2, x3 = x0, x1
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def hot_plane(p, o_n, o_w, m_n, PLANE: tl.constexpr, PLANES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+              N_AXIS: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """Plane PLANE of N rows of a hot page, tokens along axis N_AXIS."""
+    dim = plane_dim(o_w, PLANE, PLANES, BLOCK)
+    mask = along(m_n, N_AXIS) & along(o_w < D // PLANES, 1 - N_AXIS)
+    x = tl.load(p + (along(o_n, N_AXIS) * D + along(dim, 1 - N_AXIS)), mask=mask, other=0.0)
+    if UPCAST:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def hot_scores(
+    q0, q1, q2, q3, p_key, sm, token, own, window, cap,
     D: tl.constexpr, N: tl.constexpr, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """N tokens of a hot page of one head, in the model's dtype; planes as in the quantized tiles, original space."""
+    """Scores [N, R] of N tokens of a hot page of one head, in units of log2; q in the original space and its dtype."""
     o_n = tl.arange(0, N)
     o_w = tl.arange(0, W)
-    index = token + o_n
-    m_n = index <= tl.max(own, 0)
-    ROWS: tl.constexpr = 1 - TOKENS
-    m_k = along(m_n, TOKENS) & along(o_w < D // PLANES, ROWS)
-    m_v = along(m_n, ROWS) & along(o_w < D // PLANES, TOKENS)
-    p_k = p_key + along(o_n, TOKENS) * D
-    p_v = p_value + along(o_n, ROWS) * D
-    d0 = plane_dim(o_w, 0, PLANES, BLOCK)
-    d1 = plane_dim(o_w, 1, PLANES, BLOCK)
-    k0 = tl.load(p_k + along(d0, ROWS), mask=m_k, other=0.0)  # [N, W]
-    k1 = tl.load(p_k + along(d1, ROWS), mask=m_k, other=0.0)
-    v0 = tl.load(p_v + along(d0, TOKENS), mask=m_v, other=0.0)  # [W, N]
-    v1 = tl.load(p_v + along(d1, TOKENS), mask=m_v, other=0.0)
-    if UPCAST:
-        k0, k1, v0, v1 = k0.to(tl.float32), k1.to(tl.float32), v0.to(tl.float32), v1.to(tl.float32)
-    s = product(k0, q0, None, TOKENS)  # [N, R]
-    s = product(k1, q1, s, TOKENS)
+    m_n = token + o_n <= tl.max(own, 0)
+    s = product(hot_plane(p_key, o_n, o_w, m_n, 0, PLANES, D, BLOCK, TOKENS, UPCAST), q0, None, TOKENS)
+    s = product(hot_plane(p_key, o_n, o_w, m_n, 1, PLANES, D, BLOCK, TOKENS, UPCAST), q1, s, TOKENS)
     if PLANES == 4:
-        d2 = plane_dim(o_w, 2, PLANES, BLOCK)
-        d3 = plane_dim(o_w, 3, PLANES, BLOCK)
-        k2 = tl.load(p_k + along(d2, ROWS), mask=m_k, other=0.0)
-        k3 = tl.load(p_k + along(d3, ROWS), mask=m_k, other=0.0)
-        v2 = tl.load(p_v + along(d2, TOKENS), mask=m_v, other=0.0)
-        v3 = tl.load(p_v + along(d3, TOKENS), mask=m_v, other=0.0)
-        if UPCAST:
-            k2, k3, v2, v3 = k2.to(tl.float32), k3.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
-        s = product(k2, q2, s, TOKENS)
-        s = product(k3, q3, s, TOKENS)
+        s = product(hot_plane(p_key, o_n, o_w, m_n, 2, PLANES, D, BLOCK, TOKENS, UPCAST), q2, s, TOKENS)
+        s = product(hot_plane(p_key, o_n, o_w, m_n, 3, PLANES, D, BLOCK, TOKENS, UPCAST), q3, s, TOKENS)
     s = s * sm
     if SOFTCAP:
         s = apply_softcap(s, cap) * 1.4426950408889634
-    s = tl.where(visible(index, own, window, TOKENS, WINDOW), s, NEG)
+    return tl.where(visible(token + o_n, own, window, TOKENS, WINDOW), s, NEG)
+
+
+@triton.jit
+def hot_values(
+    s, a0, a1, a2, a3, m, l, p_value, token, own,
+    D: tl.constexpr, N: tl.constexpr, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The tokens of ``hot_scores`` added to the running softmax and the accumulators, in the original space."""
+    ROWS: tl.constexpr = 1 - TOKENS
+    o_n = tl.arange(0, N)
+    o_w = tl.arange(0, W)
+    m_n = token + o_n <= tl.max(own, 0)
+    v0 = hot_plane(p_value, o_n, o_w, m_n, 0, PLANES, D, BLOCK, ROWS, UPCAST)  # [W, N]
+    v1 = hot_plane(p_value, o_n, o_w, m_n, 1, PLANES, D, BLOCK, ROWS, UPCAST)
     m_new = tl.maximum(m, tl.max(s, TOKENS) - HEADROOM)
     a = tl.exp2(m - m_new)
     p = tl.exp2(s - along(m_new, ROWS))
@@ -357,6 +383,8 @@ def hot_tile(
     a0 = product(v0, lo, product(v0, hi, a0 * a, TOKENS), TOKENS)
     a1 = product(v1, lo, product(v1, hi, a1 * a, TOKENS), TOKENS)
     if PLANES == 4:
+        v2 = hot_plane(p_value, o_n, o_w, m_n, 2, PLANES, D, BLOCK, ROWS, UPCAST)
+        v3 = hot_plane(p_value, o_n, o_w, m_n, 3, PLANES, D, BLOCK, ROWS, UPCAST)
         a2 = product(v2, lo, product(v2, hi, a2 * a, TOKENS), TOKENS)
         a3 = product(v3, lo, product(v3, hi, a3 * a, TOKENS), TOKENS)
     return a0, a1, a2, a3, m_new, l
@@ -381,6 +409,7 @@ def store_planes(
 def decode_item(
     i_item, query, pages, out, lse, part_out, part_lse,
     items, place_item, seq_lens, page_list, page_index, hot_list, hot_index, hot_pool, sinks,
+    counts, skip_log2, skipped,
     k_hadamard, v_hadamard, dim_scale, pair_index, pair_dim, pair_mu, inner, near, far, position_offset,
     stride_q_seq, stride_q_tok, stride_q_head, stride_o_seq, stride_o_tok, stride_o_head,
     stride_page, stride_list, stride_hot, head_bytes, v_codes, k_scales, v_scales,
@@ -391,13 +420,11 @@ def decode_item(
     WK: tl.constexpr, WV: tl.constexpr, HOT_N: tl.constexpr,
     HAS_SCALE: tl.constexpr, PAIRS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_HOT: tl.constexpr,
     HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKENS: tl.constexpr,
-    STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
+    SKIP: tl.constexpr, STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A work item for one kv head and row block; a function of its own, so that nothing of it is hoisted."""
     KP: tl.constexpr = 16 // K_BITS
     VP: tl.constexpr = 16 // V_BITS
-    K_SCALE: tl.constexpr = 2 if K_SYM else 4
-    V_SCALE: tl.constexpr = 2 if V_SYM else 4
     EDGE_N: tl.constexpr = 16
     ROWS: tl.constexpr = 1 - TOKENS
     MAX_PAIRS: tl.constexpr = D // 2
@@ -483,6 +510,32 @@ def decode_item(
     m = tl.full([R], -1.0e29, tl.float32)  # above NEG, so that a tile with nothing seen adds nothing
     l = tl.zeros([R], tl.float32)
 
+    if HAS_HOT:
+        UPCAST: tl.constexpr = not ASM  # the interpreter multiplies bf16 wrongly
+        TILES: tl.constexpr = N // HOT_N
+        p_hot = hot_list + i_seq.to(tl.int64) * stride_hot
+        p_hot_index = hot_index + i_seq.to(tl.int64) * stride_hot
+    r = tl.where(m_r, -1.0e29, 1.0e30)  # running maxima for SKIP: no row keeps a page that is not there
+    if SKIP:
+        # seeded by what every part can know: the sinks, and the first and the last hot page
+        bar = tl.load(skip_log2)
+        pages_skipped = 0
+        if HAS_SINKS:
+            r = tl.maximum(r, tl.load(sinks + o_head, mask=m_r, other=0.0).to(tl.float32) * 1.4426950408889634)
+        if HAS_HOT:
+            r0, r1, r2, r3 = load_hot_query(query, o_q, o_v, m_r, hot_pool, D, VP, BLOCK, TOKENS, UPCAST)
+            last = tl.load(counts + 4 * i_seq + 1) - 1
+            for i in tl.range(0, tl.where(last < 0, 0, 2 * TILES), num_stages=1):
+                entry = tl.where(i < TILES, 0, last)
+                row = (i % TILES) * HOT_N
+                token = tl.load(p_hot_index + entry) * N + row
+                p_key = hot_pool + ((tl.load(p_hot + entry).to(tl.int64) * 2 * HEADS_KV + i_head) * N + row) * D
+                s = hot_scores(
+                    r0, r1, r2, r3, p_key, sm_raw, token, own, window, cap,
+                    D, HOT_N, WV, VP, BLOCK, TOKENS, WINDOW, SOFTCAP, UPCAST,
+                )  # fmt: skip
+                r = tl.maximum(r, tl.max(s, TOKENS))
+
     # pages that not every row sees whole, at either end of the list, go in masked steps of EDGE_N tokens
     start = tl.minimum(tl.maximum(full_lo, lo), hi)
     stop = tl.minimum(tl.maximum(full_hi, start), hi)
@@ -500,27 +553,55 @@ def decode_item(
         else:
             e_cos, e_sin, f_cos, f_sin = i_cos, i_sin, j_cos, j_sin
         if index * N + row < seq_len:
-            a0, a1, a2, a3, m, l = quantized_tile(
-                q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l,
-                p_page + row * (D * K_BITS // 8), p_page + v_codes + row * (D * V_BITS // 8),
-                p_page + k_scales + row * K_SCALE, p_page + v_scales + row * V_SCALE,
-                c_cos, c_sin, e_cos, e_sin, f_cos, f_sin, p_turn + index * (2 * MAX_PAIRS),
-                index * N + row, own, window, cap,
-                D, EDGE_N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, TOKENS, True, WINDOW, SOFTCAP,
-                ASM,
+            o_edge = row + tl.arange(0, EDGE_N)
+            b_k = load_codes(p_page, o_edge, D, K_BITS, WK, TOKENS)
+            b_v = load_codes(p_page + v_codes, o_edge, D, V_BITS, WV, ROWS)
+            ks, kz = load_scales(p_page + k_scales, o_edge, K_SYM)
+            vs, vz = load_scales(p_page + v_scales, o_edge, V_SYM)
+            s, seen_top = quantized_scores(
+                q0, q1, q2, q3, qs, sm, b_k, ks, kz, c_cos, c_sin, e_cos, e_sin, f_cos, f_sin,
+                p_turn + index * (2 * MAX_PAIRS), index * N + row, own, window, cap,
+                EDGE_N, K_BITS, K_SYM, PAIRS, MAX_PAIRS, TOKENS, True, WINDOW, SOFTCAP, ASM,
             )  # fmt: skip
+            a0, a1, a2, a3, m, l = quantized_values(
+                s, seen_top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, index * N + row, own,
+                EDGE_N, V_BITS, V_SYM, TOKENS, True, SOFTCAP, ASM,
+            )  # fmt: skip
+            if SKIP:
+                r = tl.maximum(r, seen_top)
+    o_page = tl.arange(0, N)
     for i in tl.range(start, stop, num_stages=STAGES):
         p_page = pages + tl.load(p_list + i).to(tl.int64) * stride_page + i_head * head_bytes
         index = 0
         if PAIRS > 0:
             index = page_index_of(i, p_index, HAS_HOT)
-        a0, a1, a2, a3, m, l = quantized_tile(
-            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l,
-            p_page, p_page + v_codes, p_page + k_scales, p_page + v_scales,
-            c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn + index * (2 * MAX_PAIRS),
-            0, own, window, cap,
-            D, N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, TOKENS, False, False, SOFTCAP, ASM,
+        b_k = load_codes(p_page, o_page, D, K_BITS, WK, TOKENS)
+        if not SKIP:
+            b_v = load_codes(p_page + v_codes, o_page, D, V_BITS, WV, ROWS)
+        ks, kz = load_scales(p_page + k_scales, o_page, K_SYM)
+        if not SKIP:
+            vs, vz = load_scales(p_page + v_scales, o_page, V_SYM)
+        s, seen_top = quantized_scores(
+            q0, q1, q2, q3, qs, sm, b_k, ks, kz, c_cos, c_sin, i_cos, i_sin, j_cos, j_sin,
+            p_turn + index * (2 * MAX_PAIRS), 0, own, window, cap,
+            N, K_BITS, K_SYM, PAIRS, MAX_PAIRS, TOKENS, False, False, SOFTCAP, ASM,
         )  # fmt: skip
+        keep = True
+        if SKIP:
+            keep = tl.max((seen_top > r + bar).to(tl.int32), 0) > 0
+            r = tl.maximum(r, seen_top)
+            pages_skipped += tl.where(keep, 0, 1)
+        if keep:
+            if SKIP:
+                b_v = load_codes(p_page + v_codes, o_page, D, V_BITS, WV, ROWS)
+                vs, vz = load_scales(p_page + v_scales, o_page, V_SYM)
+            a0, a1, a2, a3, m, l = quantized_values(
+                s, seen_top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, 0, own,
+                N, V_BITS, V_SYM, TOKENS, False, SOFTCAP, ASM,
+            )  # fmt: skip
+    if SKIP:
+        tl.atomic_add(skipped, pages_skipped.to(tl.int64), sem="relaxed")
+        tl.atomic_add(skipped + 1, (stop - start).to(tl.int64), sem="relaxed")
     a0, a1, a2, a3 = a0 * (1.0 / TINY), a1 * (1.0 / TINY), a2 * (1.0 / TINY), a3 * (1.0 / TINY)
     if V_BITS == 4:
         a1, a3 = a1 * 0.0625, a3 * 0.0625
@@ -532,31 +613,19 @@ def decode_item(
 
     if HAS_HOT:
         if hot_hi > hot_lo:
-            UPCAST: tl.constexpr = not ASM  # the interpreter multiplies bf16 wrongly
-            r0 = load_query_plane(query, o_q, o_v, m_r, 0, VP, D, BLOCK, TOKENS)
-            r1 = load_query_plane(query, o_q, o_v, m_r, 1, VP, D, BLOCK, TOKENS)
-            if VP == 4:
-                r2 = load_query_plane(query, o_q, o_v, m_r, 2, VP, D, BLOCK, TOKENS)
-                r3 = load_query_plane(query, o_q, o_v, m_r, 3, VP, D, BLOCK, TOKENS)
-            else:
-                r2, r3 = r0, r1
-            if UPCAST:
-                r0, r1, r2, r3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
-            else:
-                POOL: tl.constexpr = hot_pool.dtype.element_ty
-                r0, r1, r2, r3 = r0.to(POOL), r1.to(POOL), r2.to(POOL), r3.to(POOL)
-            TILES: tl.constexpr = N // HOT_N
-            p_hot = hot_list + i_seq.to(tl.int64) * stride_hot
-            p_hot_index = hot_index + i_seq.to(tl.int64) * stride_hot
+            r0, r1, r2, r3 = load_hot_query(query, o_q, o_v, m_r, hot_pool, D, VP, BLOCK, TOKENS, UPCAST)
             for i in tl.range(hot_lo * TILES, hot_hi * TILES, num_stages=HOT_STAGES):
                 slot = tl.load(p_hot + i // TILES).to(tl.int64)
                 row = (i % TILES) * HOT_N
                 token = tl.load(p_hot_index + i // TILES) * N + row
                 p_key = hot_pool + ((slot * 2 * HEADS_KV + i_head) * N + row) * D
-                a0, a1, a2, a3, m, l = hot_tile(
-                    r0, r1, r2, r3, a0, a1, a2, a3, m, l, p_key, p_key + HEADS_KV * N * D,
-                    sm_raw, token, own, window, cap,
+                s = hot_scores(
+                    r0, r1, r2, r3, p_key, sm_raw, token, own, window, cap,
                     D, HOT_N, WV, VP, BLOCK, TOKENS, WINDOW, SOFTCAP, UPCAST,
+                )  # fmt: skip
+                a0, a1, a2, a3, m, l = hot_values(
+                    s, a0, a1, a2, a3, m, l, p_key + HEADS_KV * N * D, token, own,
+                    D, HOT_N, WV, VP, BLOCK, TOKENS, UPCAST,
                 )  # fmt: skip
 
     if HAS_SINKS:
@@ -588,6 +657,7 @@ def decode_item(
 def decode_kernel(
     query, pages, out, lse, part_out, part_lse,
     items, place_item, seq_lens, page_list, page_index, hot_list, hot_index, hot_pool, sinks,
+    counts, skip_log2, skipped,
     k_hadamard, v_hadamard, dim_scale, pair_index, pair_dim, pair_mu, inner, near, far, position_offset,
     stride_q_seq, stride_q_tok, stride_q_head, stride_o_seq, stride_o_tok, stride_o_head,
     stride_page, stride_list, stride_hot, head_bytes, v_codes, k_scales, v_scales,
@@ -598,7 +668,8 @@ def decode_kernel(
     WK: tl.constexpr, WV: tl.constexpr, HOT_N: tl.constexpr,
     HAS_SCALE: tl.constexpr, PAIRS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_HOT: tl.constexpr,
     HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKENS: tl.constexpr,
-    STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, PREFETCH: tl.constexpr, DEPENDENT: tl.constexpr, ASM: tl.constexpr,
+    SKIP: tl.constexpr, STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    DEPENDENT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads x row blocks, places). See kernels/schedule.py for items, seq_info and the page lists."""
     if DEPENDENT:
@@ -607,13 +678,13 @@ def decode_kernel(
     first = tl.load(p_place)
     for i in tl.range(0, tl.load(p_place + 1) - first, num_stages=1):
         decode_item(
-            first + i, query, pages, out, lse, part_out, part_lse, items, place_item, seq_lens, page_list,
-            page_index, hot_list, hot_index, hot_pool, sinks, k_hadamard, v_hadamard, dim_scale, pair_index,
-            pair_dim, pair_mu, inner, near, far, position_offset, stride_q_seq, stride_q_tok, stride_q_head,
-            stride_o_seq, stride_o_tok, stride_o_head, stride_page, stride_list, stride_hot, head_bytes, v_codes,
-            k_scales, v_scales, scale, window, cap, q_len, rows, HEADS_KV, GROUP, D, N, R, K_BITS, V_BITS, K_SYM,
-            V_SYM, K_ROTATE, V_ROTATE, BLOCK, NORM, WK, WV, HOT_N, HAS_SCALE, PAIRS, HAS_SHIFT, HAS_HOT, HAS_SINKS,
-            WINDOW, SOFTCAP, TOKENS, STAGES, HOT_STAGES, PREFETCH, ASM,
+            first + i, query, pages, out, lse, part_out, part_lse, items, place_item, seq_lens, page_list, page_index,
+            hot_list, hot_index, hot_pool, sinks, counts, skip_log2, skipped, k_hadamard, v_hadamard, dim_scale,
+            pair_index, pair_dim, pair_mu, inner, near, far, position_offset, stride_q_seq, stride_q_tok,
+            stride_q_head, stride_o_seq, stride_o_tok, stride_o_head, stride_page, stride_list, stride_hot,
+            head_bytes, v_codes, k_scales, v_scales, scale, window, cap, q_len, rows, HEADS_KV, GROUP, D, N, R,
+            K_BITS, V_BITS, K_SYM, V_SYM, K_ROTATE, V_ROTATE, BLOCK, NORM, WK, WV, HOT_N, HAS_SCALE, PAIRS, HAS_SHIFT,
+            HAS_HOT, HAS_SINKS, WINDOW, SOFTCAP, TOKENS, SKIP, STAGES, HOT_STAGES, PREFETCH, ASM,
         )  # fmt: skip
 
 
@@ -708,13 +779,14 @@ def decode(
         query, pages, out, lse, plan.part_out, plan.part_lse,
         plan.items, plan.place_item, seq_lens, page_list, plan.page_index, plan.hot_list, plan.hot_index,
         empty if hot is None else hot.pool, empty if sinks is None else sinks,
+        plan.counts, plan.skip_log2, plan.skipped,
         plan.k_hadamard, plan.v_hadamard, *((empty,) * 7 if transform is None else transform.decode_tensors()),
         empty if position_offset is None else position_offset,
         query.stride(0), query.stride(1), query.stride(2), out.stride(0), out.stride(1), out.stride(2),
         pages.stride(0), page_list.stride(0), plan.hot_list.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         scale, plan.sliding_window or 0, softcap or 0.0, plan.q_len, plan.rows,
-        **meta, STAGES=config.num_stages, HOT_STAGES=3, PREFETCH=config.prefetch,
+        **meta, SKIP=plan.skip, STAGES=config.num_stages, HOT_STAGES=3, PREFETCH=config.prefetch,
         DEPENDENT=plan.dependent_launch, ASM=USE_ASM, num_warps=config.num_warps,
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip

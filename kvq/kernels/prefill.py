@@ -1,10 +1,9 @@
 """Attention of new tokens over quantized pages and over each other, in one launch that holds no copy of the context.
 
 A program owns R rows of one kv head: query tokens times the heads of its GQA group. Over the quantized pages it works
-in the space of what is stored, as decode does (kernels/decode.py): K codes are multiplied as they are and scales,
-zeros and the key offset enter the scores in float32. Here rows are many, so they are the M of the MMA tile, and V is
-dequantized to fp16, which costs least. The accumulator is then rotated back, and hot pages and new tokens follow in
-the model's precision. Specification: reference.paged_attention_prefill.
+in the space of what is stored, by decode's tile (kernels/decode.py) with rows as the M of its products. The accumulator
+is then rotated back, and hot pages and new tokens follow in the model's precision. Specification:
+reference.paged_attention_prefill.
 """
 
 from __future__ import annotations
@@ -21,10 +20,13 @@ from kvq.kernels.decode import (
     NEG,
     TINY,
     apply_softcap,
+    load_codes,
     load_query,
     load_query_plane,
+    load_scales,
     plane_max,
-    quantized_tile,
+    quantized_scores,
+    quantized_values,
     rotate_planes,
     store_planes,
 )
@@ -49,9 +51,12 @@ class PrefillConfig:
     @staticmethod
     def default(head_dim: int, capability: int, pairs: int = 0) -> PrefillConfig:
         """For a major compute ``capability``. Hopper multiplies unpacked K from shared memory; others hold it in
-        registers, so their tiles are smaller."""
+        registers, so their tiles are smaller. There, a warp has 16 rows: with fewer, Triton 3.6 computed wrong results
+        (head size 256, 64 rows, 8 warps)."""
         if capability == 9:
-            small, large = PrefillConfig(64 if pairs else 128, 64, 32, 8, 2), PrefillConfig(64, 32, 16, 8, 2)
+            small, large = PrefillConfig(64, 64, 32, 4, 2), PrefillConfig(64, 32, 16, 4, 2)
+            if not pairs:
+                small = PrefillConfig(128, 64, 32, 8, 2)
         else:
             small, large = PrefillConfig(32 if pairs else 64, 32, 32, 4, 2), PrefillConfig(32, 16, 16, 8, 2)
         return small if head_dim <= 128 else large
@@ -103,13 +108,19 @@ def context_tile(
             p_in = p_inner + (r + tl.arange(0, N))[None, :] * (2 * PAIRS) + tl.arange(0, PAIRS)[:, None]
             i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [PAIRS, N] fp16
             j_cos, j_sin = tl.load(p_in + 2 * PAGE * PAIRS), tl.load(p_in + 2 * PAGE * PAIRS + PAIRS)
-        a0, a1, a2, a3, m, l = quantized_tile(
-            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l,
-            p_page + r * (D * K_BITS // 8), p_page + v_codes + r * (D * V_BITS // 8),
-            p_page + k_scales + r * (2 if K_SYM else 4), p_page + v_scales + r * (2 if V_SYM else 4),
-            c_cos, c_sin, i_cos, i_sin, j_cos, j_sin, p_turn + i // STEPS * (2 * MAX_PAIRS), i * N, own, window, cap,
-            D, N, R, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, 1, MASKED, WINDOW, SOFTCAP, ASM,
+        o_n = r + tl.arange(0, N)
+        b_k = load_codes(p_page, o_n, D, K_BITS, WK, 1)
+        b_v = load_codes(p_page + v_codes, o_n, D, V_BITS, WV, 0)
+        ks, kz = load_scales(p_page + k_scales, o_n, K_SYM)
+        vs, vz = load_scales(p_page + v_scales, o_n, V_SYM)
+        s, top = quantized_scores(
+            q0, q1, q2, q3, qs, sm, b_k, ks, kz, c_cos, c_sin, i_cos, i_sin, j_cos, j_sin,
+            p_turn + i // STEPS * (2 * MAX_PAIRS), i * N, own, window, cap,
+            N, K_BITS, K_SYM, PAIRS, MAX_PAIRS, 1, MASKED, WINDOW, SOFTCAP, ASM,
         )  # fmt: skip
+        a0, a1, a2, a3, m, l = quantized_values(
+            s, top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, i * N, own, N, V_BITS, V_SYM, 1, MASKED, SOFTCAP, ASM
+        )
     return a0, a1, a2, a3, m, l
 
 

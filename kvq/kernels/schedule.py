@@ -7,7 +7,7 @@ part of a sequence, done by one place. Costs are counted in quantized pages, a h
   they are at most ``places`` (a binary search that every program repeats).
 * Where that leaves a chunk over SLACK times an even share of the batch, which is what lengths that differ do, the
   sequences are laid end to end and cut into equal shares: a place does the end of one sequence and the start of others.
-  There each sequence costs START pages more.
+  There each sequence costs ``start_cost`` pages more: its query, and the way of its first page.
 
 Arrays, all int32:
 
@@ -33,7 +33,6 @@ from kvq.reference import HotPool
 
 ITEM_FIELDS = tl.constexpr(ITEM)
 SLACK = tl.constexpr(1.06)
-START = tl.constexpr(3)  # quantized pages that take as long as the start of an item: its query, its first page
 
 
 @triton.jit
@@ -95,7 +94,7 @@ def compact_kernel(
 
 @triton.jit
 def schedule_kernel(
-    seq_lens, counts, items, place_item, seq_info, num_seqs, places, min_chunk, q_len, window,
+    seq_lens, counts, items, place_item, seq_info, num_seqs, places, min_chunk, start_cost, q_len, window,
     N: tl.constexpr, WINDOW: tl.constexpr, HAS_HOT: tl.constexpr, COST: tl.constexpr, B: tl.constexpr,
     I: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +111,7 @@ def schedule_kernel(
         hot = cold * 0
     cost = cold + COST * hot
     small = tl.maximum(min_chunk, 1)
-    laid = tl.where(cost > 0, cost + START, 0)
+    laid = tl.where(cost > 0, cost + start_cost, 0)
     share = tl.maximum(tl.cdiv(tl.sum(laid, 0), places), small)
     large = tl.maximum(tl.max(cost, 0), small)
     while small < large:
@@ -149,8 +148,8 @@ def schedule_kernel(
         mask = part < mine
         p_item = items + ITEM_FIELDS * (first + part)
         cut = (own_start // share + part) * share - own_start
-        cost_lo = tl.where(even, whole * part // mine, tl.maximum(cut - START, 0))
-        cost_hi = tl.where(even, whole * (part + 1) // mine, tl.minimum(tl.maximum(cut + share - START, 0), whole))
+        cost_lo = tl.where(even, whole * part // mine, tl.maximum(cut - start_cost, 0))
+        cost_hi = tl.where(even, whole * (part + 1) // mine, tl.minimum(tl.maximum(cut + share - start_cost, 0), whole))
         tl.store(p_item, i_seq, mask=mask)
         tl.store(p_item + 1, mine, mask=mask)
         tl.store(p_item + 2, own_lo + tl.maximum(cost_lo - hot_cost, 0), mask=mask)
@@ -177,6 +176,7 @@ def schedule(plan: DecodePlan, block_tables: torch.Tensor, seq_lens: torch.Tenso
         )  # fmt: skip
     schedule_kernel[(num_seqs,)](
         seq_lens, plan.counts, plan.items, plan.place_item, plan.seq_info, num_seqs, plan.places,
-        plan.config.min_chunk, q_len, window or 0, N=page_size, WINDOW=window is not None, HAS_HOT=hot is not None,
+        plan.config.min_chunk, plan.config.start_cost, q_len, window or 0,
+        N=page_size, WINDOW=window is not None, HAS_HOT=hot is not None,
         COST=HOT_COST, B=next_pow2(num_seqs), I=128, num_warps=4,
     )  # fmt: skip

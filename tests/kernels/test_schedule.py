@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq.kernels.schedule import SLACK, START, schedule
+from kvq.kernels.schedule import SLACK, schedule
 from kvq.page import PageLayout
 from kvq.plan import HOT_COST, DecodePlan
 from kvq.reference import HotPool
@@ -77,7 +77,7 @@ def test_every_page_is_in_one_item(lens: list[int], places: int, first_hot: bool
 def test_places_share_the_work(lens: list[int], places: int) -> None:
     plan = make(lens, places)
     share = -(-sum(-(-n // 16) for n in lens) // places)
-    assert max(costs(plan)) <= SLACK.value * share + START.value * len(lens) / places + 1
+    assert max(costs(plan)) <= SLACK.value * share + DecodeConfig().start_cost * len(lens) / places + 1
 
 
 def test_a_window_leaves_out_pages_that_nobody_sees() -> None:

@@ -68,13 +68,13 @@ def test_a_file_is_found_by_name_and_then_by_capability(
 def test_pick_takes_the_entry_of_the_shape_class(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, "NVIDIA H200", (9, 0), 232448, 132)
     layout = PageLayout(INT4, 64, 8, 128)
-    large = tuned.pick(layout, 8, 32 * 256)
-    small = tuned.pick(layout, 8, 512)
+    large = tuned.pick(layout, 8, 32)
+    small = tuned.pick(layout, 8, 1)
     assert large == H200.entries[ShapeClass("int4", False, "large", 8, 128, 64)]
     assert small == H200.entries[ShapeClass("int4", False, "small", 8, 128, 64)]
     assert small.programs < large.programs
-    offset = tuned.pick(layout, 8, 32 * 256, pairs=16)
-    assert offset.maxnreg is None  # its loop needs more registers than the plain one is held to
+    offset = tuned.pick(layout, 8, 32, pairs=16)
+    assert offset == H200.entries[ShapeClass("int4", True, "large", 8, 128, 64)]
 
 
 def test_a_class_without_an_entry_gets_the_one_that_needs_as_many_registers() -> None:
@@ -88,9 +88,9 @@ def test_a_class_without_an_entry_gets_the_one_that_needs_as_many_registers() ->
     assert tuned.nearest(entries, ShapeClass("mine", False, "large", 8, 128, 64)) is None
 
 
-def test_the_workload_is_small_up_to_a_bound_of_tiles_a_multiprocessor() -> None:
-    assert tuned.workload_class(tuned.SMALL * 132, 132) == "small"
-    assert tuned.workload_class(tuned.SMALL * 132 + 1, 132) == "large"
+def test_the_workload_is_small_up_to_one_head_of_a_sequence_a_multiprocessor() -> None:
+    assert tuned.workload_class(132, 132) == "small"
+    assert tuned.workload_class(133, 132) == "large"
 
 
 def test_a_gpu_without_a_file_gets_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,8 @@ def _set(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        (("format",), 2, "format is 2; this kvq reads 1"),
+        (("format",), 3, "format is 3; this kvq reads 2"),
+        (("entries", 0, "config", "start_cost"), -1, r"config.start_cost is -1"),
         (("device",), "", "device is ''"),
         (("capability",), [9], r"capability is \[9\]"),
         (("measured",), "yes", "measured is 'yes'"),
