@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import steptime
-from bench.retention_study import MAIN, OTHERS, POLICIES, PRESSURE, RELEASE, SWEEPS, Cell, code_digest
+from bench.retention_study import MAIN, OTHERS, POLICIES, PRESSURE, RELEASE, ROOT, SWEEPS, Cell, code_digest
 
 # 97.5 % quantiles of Student's t by degrees of freedom.
 T_975 = (0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -156,11 +157,11 @@ def render(
     others = [*OTHERS, *sorted({cell for cell, _ in grouped if cell.vllm}, key=lambda cell: cell.vllm)]
     parts = [
         "# Retention on vLLM's scheduler, simulated model",
-        f"Made by one command, `{command}`, on {date.today()}: {machine()}; {versions}; code {code_digest()} (a hash "
-        f"of what decides the numbers). The command ran for {minutes:.0f} minutes on a machine that did other work "
-        f"too; the {len(rows)} simulations of the tables took {cpu / 60:.0f} minutes of processor time, the sweep of "
-        "the rivals comes on top. The GPUs are formulas (see the end); scheduler, cache manager and block pool are "
-        "vLLM's own. All policies of a cell see the same programs, arrivals and tool times.",
+        f"Made by one command, `{command}`, on {date.today()}: {machine()}; {versions}; commit {commit()}, code "
+        f"{code_digest()} (a hash of what decides the numbers). The command ran for {minutes:.0f} minutes on a machine "
+        f"that did other work too; the {len(rows)} simulations of the tables took {cpu / 60:.0f} minutes of processor "
+        "time, the sweep of the rivals comes on top. The GPUs are formulas (see the end); scheduler, cache manager and "
+        "block pool are vLLM's own. All policies of a cell see the same programs, arrivals and tool times.",
         "## Bars",
         f"{len(checks) - len(missed)} of {len(checks)} met.",
         tabulate(
@@ -248,6 +249,12 @@ READING = """\
 
 def describe(settings: dict[str, float]) -> str:
     return ", ".join(f"{k}={v:g}" for k, v in settings.items())
+
+
+def commit() -> str:
+    """Of the checkout that this file is in."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
 
 
 def machine() -> str:

@@ -417,13 +417,14 @@ class Simulator:
         event = self._events[0][0] if self._events else float("inf")
         batch, kv_tokens = len(running), sum(request.num_computed_tokens for request in running)
         seconds = self._step_time.step
+        queue = self._retained.queue if self._retained is not None else None
         count, at, ticked = 0, self._now, False
         while count < limit and (at < event or not count):
-            if self._retained is not None and count and at >= self._next_tick:
+            if queue is not None and count and at >= self._next_tick:
                 if not ticked:  # so many steps take their blocks from the front, whatever a tick adds to the end
-                    ticked, unretained = True, self._retained.queue.unretained
-                    if len(grow) > unretained:
-                        limit = grow[unretained] - 1
+                    ticked = True
+                    if len(grow) > queue.unretained:
+                        limit = grow[queue.unretained] - 1
                         if count >= limit:
                             break
                 if not self._tick_during_decode(at, bisect_right(grow, count)):
