@@ -261,3 +261,39 @@ def test_wrong_use_is_refused_with_what_to_do(engine):
     integration.enable(engine.llm)
     with pytest.raises(IntegrationError, match="enabled already"):
         integration.enable(engine.llm)
+
+
+def test_an_early_end_leaves_no_garbage_that_can_be_reused(engine):
+    """TensorRT-LLM #15018: what was retained of a request that was aborted in the middle of its prefill, and of one
+    aborted while it decoded, gives the same answer as computing it anew.
+    """
+    prompt = engine.tokens(300)
+    stock = engine.turn(prompt, 8)
+    scheduler = engine.core.scheduler
+    budget, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, 128
+    try:
+        for steps in (2, 6):
+            assert engine.llm.reset_prefix_cache()
+            integration.enable(engine.llm, policy="fixed", ttl_s=600.0, guardrail=False)
+            request = engine.start(prompt, 40, steps, kvq_program_id="agent", kvq_tool_pending=True)
+            engine.llm.llm_engine.abort_request([request])
+            blocks = engine_programs(engine)[0]["blocks"]
+            assert blocks == (8 if steps == 2 else 9)
+            engine.flood(2)
+            again = engine.turn(prompt, 8, kvq_program_id="agent")
+            assert again.num_cached_tokens == blocks * BLOCK
+            assert again.outputs[0].token_ids == stock.outputs[0].token_ids
+            assert chosen(again) == pytest.approx(chosen(stock), abs=CLOSE)
+            integration.disable(engine.llm)
+    finally:
+        scheduler.max_num_scheduled_tokens = budget
+
+
+def test_random_agents_leave_nothing(engine):
+    """Six seconds of bench.soak."""
+    from bench.soak import Soak
+
+    soak = Soak(engine.llm, BLOCKS - 1, seed=1)
+    soak.run(6.0, agents=5)
+    assert soak.violations == [] and engine.free == BLOCKS - 1
+    assert soak.counts["requests of agents"] > 0
