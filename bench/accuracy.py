@@ -123,7 +123,7 @@ def library(text: str, scheme: QuantScheme, offset: str = "none") -> Format:
     return Format(text, scheme.key, scheme.value, scheme.bits_per_element, offset, scheme)
 
 
-UNFITTED = replace(INT4, name="int4-unfitted", key=replace(INT4.key, fit=False))
+SHRUNK = replace(INT4, name="int4-shrunk", key=replace(INT4.key, unshrunk=False))
 PLAIN4 = TensorScheme(4, symmetric=False, rotate=False)
 VLLM4 = partial(rotated, integer_zero)
 FORMATS = {
@@ -134,7 +134,7 @@ FORMATS = {
     "int4": library("INT4, k_proj.bias as offset", INT4, "bias"),
     "int4-random": library("INT4, calibrated on random tokens", INT4, "random"),
     "int4-calibrated": library("INT4, calibrated", INT4, "calibrated"),
-    "int4-unfitted": library("INT4, calibrated, scales not fitted to the codes", UNFITTED, "calibrated"),
+    "int4-shrunk": library("INT4, calibrated, keys not stretched", SHRUNK, "calibrated"),
     "int4-sym": library("INT4 symmetric, k_proj.bias as offset", INT4_SYM, "bias"),
     "int4-sym-calibrated": library("INT4 symmetric, calibrated", INT4_SYM, "calibrated"),
     "int4-hadamard": library("INT4, rotation but no offset", INT4),

@@ -402,5 +402,5 @@ def token_scheme(bits: int, symmetric: bool | None, rotate: bool | None) -> Tens
         symmetric=bits == 8 if symmetric is None else symmetric,
         rotate=turned,
         clip=0.95 if bits == 4 and turned else 1.0,
-        fit=bits == 4 and turned,
+        unshrunk=bits == 4 and turned,
     )

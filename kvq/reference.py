@@ -105,13 +105,15 @@ def quantize_rows(
     of the largest size). About the mean and not the middle, so that a row of zeros with one spike keeps its zeros.
     Asymmetric: zero = low end rounded down to fp16, scale = (high end - zero) / (2^bits - 1), x = scale * code + zero.
     Symmetric: scale = -clip * (element of largest size) / 2^(bits-1), x = scale * (code - 2^(bits-1)); the sign of the
-    scale gives the largest element the one code that has no opposite. With ``fit`` scale and zero are then fitted to
-    the codes (``fit_rows``). A constant row has scale 0 and stores its value in the zero; a zero row decodes to zeros.
-    Values beyond fp16 are clamped.
+    scale gives the largest element the one code that has no opposite.
+    Rows of an ``unshrunk`` scheme are then stretched by its gain g: scale becomes g * scale, zero mean + g * (zero -
+    mean). The clip makes a stored row about 1 % smaller. Among stored keys that hardly matters, but beside recent keys
+    in native precision smaller ones lose score.
+    A constant row has scale 0 and stores its value in the zero; a zero row decodes to zeros. Values beyond fp16 are
+    clamped.
     """
     top = scheme.levels - 1
-    smallest, largest = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    lo, hi = (end.clamp(-FP16_MAX, FP16_MAX) for end in (smallest, largest))
+    lo, hi = (end(dim, keepdim=True).clamp(-FP16_MAX, FP16_MAX) for end in (x.amin, x.amax))
     mean = x.mean(dim, keepdim=True).clamp(lo, hi)
     bias = scheme.levels // 2 if scheme.symmetric else 0
     if scheme.symmetric:
@@ -122,46 +124,12 @@ def quantize_rows(
         base = to_fp16_down(low).float()
         scale = ((high - base) / top).half()
     inverse = torch.where(scale == 0, torch.zeros_like(base), 1.0 / scale.float())
-    steps = (x - base) * inverse
-    codes = (steps.round() + bias).clamp(0, top)
-    zero = None if scheme.symmetric else base.half()
-    if scheme.fit:
-        scale, zero = fit_rows(steps, codes - bias, scale, zero, mean, smallest, largest, dim)
-    return codes.to(torch.uint8), scale, zero
-
-
-def fit_rows(
-    steps: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    mean: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    dim: int,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scale and zero (fp16) with which a row's product with itself, and its mean, come out exact.
-
-    ``steps``: the values in units of ``scale`` above ``zero``, ``codes``: what they were rounded to. The ends that were
-    drawn in, and least squares too, make rows smaller by a part in 100. Next to recent tokens in native precision that
-    lowers the scores of stored ones: more error than rounding makes. The new scale is sum(u u) / sum(c u) times the old
-    one, u and c being steps and codes (asymmetric: less their means), the new zero mean(x) - scale * mean(codes).
-    Rows that go beyond fp16 keep theirs, and rows whose range is less than 1/32 of their offset: the rounding of the
-    zero would show. ``lo`` and ``hi`` are a row's ends.
-    """
-    fits = (scale != 0) & (torch.maximum(hi, -lo) <= FP16_MAX)
-    if zero is None:
-        square, product = steps.square().sum(dim, keepdim=True), (codes * steps).sum(dim, keepdim=True)
-    else:
-        u, c = (v - v.mean(dim, keepdim=True) for v in (steps, codes))
-        square, product = u.square().sum(dim, keepdim=True), (c * u).sum(dim, keepdim=True)
-        fits = fits & (torch.maximum(lo.abs(), hi.abs()) <= 32 * (hi - lo))
-    fitted = (scale.float() * square / torch.where(fits, product, 1.0)).half()
-    fitted = torch.where(fits, fitted, scale)
-    if zero is not None:
-        offset = mean - fitted.float() * codes.mean(dim, keepdim=True)
-        zero = torch.where(fits, offset.clamp(-FP16_MAX, FP16_MAX).half(), zero)
-    return fitted, zero
+    codes = (((x - base) * inverse).round() + bias).clamp(0, top).to(torch.uint8)
+    gain = scheme.gain(x.shape[dim])
+    if gain != 1:
+        scale = (scale.float() * gain).half()
+        base = (mean + gain * (base - mean)).clamp(-FP16_MAX, FP16_MAX)
+    return codes, scale, None if scheme.symmetric else base.half()
 
 
 def dequantize_rows(

@@ -63,3 +63,15 @@ def test_clip_out_of_range_is_refused() -> None:
 def test_other_head_sizes_are_refused(head_dim: int) -> None:
     with pytest.raises(ValueError, match=f"head_dim is {head_dim}; allowed: 64, 80, 96, 112, 128, 192, 256"):
         INT4.bits_per_element(head_dim)
+
+
+def test_gain_is_known_for_one_clip_only() -> None:
+    with pytest.raises(ValueError, match=r"unshrunk with bits 4 and clip 0\.9"):
+        replace(INT4.key, clip=0.9)
+    assert INT4.value.gain(64) == INT8.key.gain(64) == K8V4.value.gain(64) == 1.0
+    assert 1.005 < INT4.key.gain(128) < INT4.key.gain(64) < 1.01
+
+
+def test_digest_names_how_values_are_quantized() -> None:
+    assert len({s.digest for s in (INT4, INT8, K8V4, INT4_SYM, replace(INT4, key=INT4.value))}) == 5
+    assert replace(INT4, name="other").digest == INT4.digest
