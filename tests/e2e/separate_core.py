@@ -1,6 +1,6 @@
 """One engine whose core is a process of its own, driven as its mode says; prints OK. Run by test_engine_processes.py.
 
-python separate_core.py spawn-async | fork-tp2 | spawn-without-plugin
+python separate_core.py spawn-async | fork-tp2 | fork-without-plugin
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ async def spawn_async() -> None:
     print("OK")
 
 
-def spawn_without_plugin() -> None:
+def fork_without_plugin() -> None:
     """VLLM_PLUGINS keeps kvq out of the engine core: `enable` says what to do, and the engine goes on."""
     from vllm import LLM
 
@@ -163,4 +163,4 @@ if __name__ == "__main__":
         fork_tp2()
     else:
         os.environ["VLLM_PLUGINS"] = "none"
-        spawn_without_plugin()
+        fork_without_plugin()

