@@ -7,6 +7,7 @@ values are held as planes, so that packing is a shift and an or. Specification: 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,6 +24,16 @@ BAD_SLOT = tl.constexpr(0)  # entries of the status word, see ops.new_status
 NOT_FINITE = tl.constexpr(1)
 CLAMPED = tl.constexpr(2)
 BAD_POSITION = tl.constexpr(3)
+
+
+@triton.jit
+def prefetch_rows(p_row, o_row, D: tl.constexpr, DP: tl.constexpr):
+    """Ask for T rows of 16-bit values without waiting for them."""
+    o_line = tl.minimum(tl.arange(0, DP // 64 if DP > 64 else 1) * 64, D - 1)
+    p = p_row + (o_row[:, None] + o_line[None, :])
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -100,7 +111,7 @@ def rotate_rows(x, h, RAW: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def quantize_rows(
     x0, x1, p_row, o_row, h,
-    BITS: tl.constexpr, SYM: tl.constexpr, CLIP: tl.constexpr, FIT: tl.constexpr, ROTATE: tl.constexpr,
+    BITS: tl.constexpr, SYM: tl.constexpr, CLIP: tl.constexpr, GAIN: tl.constexpr, ROTATE: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Words int16 [T, W] of T rows in two parts, and by row: scale and zero in one int32 (symmetric: the scale as
@@ -112,7 +123,7 @@ def quantize_rows(
     if ROTATE:  # the parts are x0 + x1 and x0 - x1; the larger of them is x0 + |x1|
         x0, x1 = rotate_rows(x0, h, RAW, ASM), rotate_rows(x1, h, RAW, ASM)
         hi, lo = add_size(x0, x1, ASM), subtract_size(x0, x1, ASM)
-        if (CLIP < 1.0 or FIT) and not SYM:
+        if CLIP < 1.0 and not SYM:
             if RAW:  # the sum of a rotated block is its first value times its size
                 mean = tl.load(p_row + o_row).to(tl.float32)
                 for i in tl.static_range(1, D // BLOCK):
@@ -123,7 +134,7 @@ def quantize_rows(
     else:
         x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
         hi, lo = max_nan(x0, x1), tl.minimum(x0, x1)
-        if (CLIP < 1.0 or FIT) and not SYM:
+        if CLIP < 1.0 and not SYM:
             mean = tl.sum(x0 + x1, 1) * (1.0 / D)
     if PADDED:
         m_u = (tl.arange(0, PLANES // 2 * W) % W < D // PLANES)[None, :]
@@ -147,48 +158,23 @@ def quantize_rows(
     inv = tl.where(size == 0.0, 0.0, reciprocal(size, ASM))
     # Codes over TOP, so that saturation to [0, 1] clamps them too.
     step = (inv * (UNIT / TOP))[:, None]
-    if FIT and not SYM:
-        shift = ((mean - zero.to(tl.float32)) * inv * (1.0 / TOP))[:, None]
-        x0 -= (mean * (1.0 / UNIT))[:, None]
-        if not ROTATE:
-            x1 -= mean[:, None]
-    else:
-        shift = ((BIAS - zero.to(tl.float32) * inv) * (1.0 / TOP))[:, None]
-    if PADDED:
-        x0 = tl.where(m_u, x0, 0.0)
+    shift = ((BIAS - zero.to(tl.float32) * inv) * (1.0 / TOP))[:, None]
     if ROTATE:
         y = x0 * step + shift
         c0, c1 = saturating_fma(x1, step, y, ASM), saturating_fma(x1, -step, y, ASM)
     else:
         c0, c1 = saturating_fma(x0, step, shift, ASM), saturating_fma(x1, step, shift, ASM)
     # Adding 1.5 * 2^23 rounds to an integer, which then is in the low mantissa bits. Bits 0 to 15 of that constant are
-    # zero, so that codes can be shifted and added into a word of 16 bits as they are. With the other sign the code is
-    # negated, and the sum of both is that of the codes.
-    c0, c1 = c0 * TOP + MAGIC, c1 * TOP - MAGIC
-    word = c0.to(tl.int32, bitcast=True) - c1.to(tl.int32, bitcast=True) * 256
+    # zero, so that codes can be shifted and added into a word of 16 bits as they are.
+    c0, c1 = c0 * TOP + MAGIC, c1 * TOP + MAGIC
+    word = c0.to(tl.int32, bitcast=True) + (c1.to(tl.int32, bitcast=True) << 8)
     if PLANES == 4:
         even, odd = tl.split(tl.permute(tl.reshape(word, [word.shape[0], 2, W]), (0, 2, 1)))
         word = even + (odd << 4)
-    if FIT:  # reference.fit_rows
-        total = c0 + c1
-        c0 -= MAGIC + BIAS
-        if SYM:
-            total -= 2 * BIAS
-        if PADDED:
-            total = tl.where(m_u, total, 0.0)
-        if ROTATE:
-            square = tl.sum(x0 * x0 + x1 * x1, 1) * (2.0 * UNIT)
-            product = tl.sum(total * x0 + (2.0 * c0 - total) * x1, 1)
-        else:
-            square = tl.sum(x0 * x0 + x1 * x1, 1)
-            product = tl.sum(c0 * x0 + (total - c0) * x1, 1)
-        fits = (size != 0.0) & (clamped == 0)
+    if GAIN != 1.0:
+        scale = (size * GAIN).to(tl.float16)
         if not SYM:
-            fits &= tl.maximum(tl.abs(lo), tl.abs(hi)) <= 32.0 * (hi - lo)
-        scale = tl.where(fits, (square / tl.where(fits, product, 1.0)).to(tl.float16), scale)
-        if not SYM:
-            middle = mean - scale.to(tl.float32) * tl.sum(total, 1) * (1.0 / D)
-            zero = tl.where(fits, clamp_fp16(middle).to(tl.float16), zero)
+            zero = clamp_fp16(mean + GAIN * (zero.to(tl.float32) - mean)).to(tl.float16)
     if SYM:
         stored = scale.to(tl.int16, bitcast=True)
     else:
@@ -327,7 +313,7 @@ def write_kernel(
     KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
     K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, K_CLIP: tl.constexpr, V_CLIP: tl.constexpr,
-    K_FIT: tl.constexpr, V_FIT: tl.constexpr,
+    K_GAIN: tl.constexpr, V_GAIN: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     HAS_MU: tl.constexpr, HALVES: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr,
     CHECK: tl.constexpr, CLAMP: tl.constexpr, HAS_VALUE: tl.constexpr, RAW: tl.constexpr, ASM: tl.constexpr,
@@ -351,11 +337,8 @@ def write_kernel(
         p_k, o_k, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair, far, near, pos,
         16 // K_BITS, D, WK, BLOCK, N, KV_HEADS, HAS_MU, HALVES, HAS_SCALE, RAW_KEY, CLAMP,
     )  # fmt: skip
-    if HAS_VALUE and RAW_KEY:  # K, V and the slots are asked for together, so that one wait is enough for all of them
-        v0, v1 = load_rows(
-            p_v, o_v, dim_mu, dim_scale, dim_pair, far, near, pos,
-            16 // V_BITS, D, WV, BLOCK, N, KV_HEADS, False, False, False, RAW, CLAMP,
-        )  # fmt: skip
+    if HAS_VALUE and ASM:
+        prefetch_rows(p_v, o_v, D, DP)  # on its way to L2 while K is computed
     slot = tl.load(slot_mapping + start + o_t, mask=inside, other=-1).to(tl.int64)
     page = slot // N
     row = (slot % N).to(tl.int32)
@@ -378,17 +361,16 @@ def write_kernel(
         UV: tl.constexpr = 8 // V_BITS * WV
         v_h = tl.load(v_hadamard + tl.arange(0, UV)[:, None] * UV + tl.arange(0, UV)[None, :])
     k_word, k_stored, good, over = quantize_rows(
-        k0, k1, p_k, o_k, k_h, K_BITS, K_SYM, K_CLIP, K_FIT, K_ROTATE, D, WK, BLOCK, NORM, RAW_KEY, ASM
+        k0, k1, p_k, o_k, k_h, K_BITS, K_SYM, K_CLIP, K_GAIN, K_ROTATE, D, WK, BLOCK, NORM, RAW_KEY, ASM
     )
     over = over.to(tl.int32)
     if HAS_VALUE:
-        if not RAW_KEY:  # K took the registers
-            v0, v1 = load_rows(
-                p_v, o_v, dim_mu, dim_scale, dim_pair, far, near, pos,
-                16 // V_BITS, D, WV, BLOCK, N, KV_HEADS, False, False, False, RAW, CLAMP,
-            )  # fmt: skip
+        v0, v1 = load_rows(
+            p_v, o_v, dim_mu, dim_scale, dim_pair, far, near, pos,
+            16 // V_BITS, D, WV, BLOCK, N, KV_HEADS, False, False, False, RAW, CLAMP,
+        )  # fmt: skip
         v_word, v_stored, v_good, v_over = quantize_rows(
-            v0, v1, p_v, o_v, v_h, V_BITS, V_SYM, V_CLIP, V_FIT, V_ROTATE, D, WV, BLOCK, NORM, RAW, ASM
+            v0, v1, p_v, o_v, v_h, V_BITS, V_SYM, V_CLIP, V_GAIN, V_ROTATE, D, WV, BLOCK, NORM, RAW, ASM
         )
         good = good & v_good
         over += v_over.to(tl.int32)
@@ -423,16 +405,25 @@ def part_hadamard(head_dim: int, planes: int, dtype: torch.dtype, device: torch.
     return torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)]) if planes == 4 else h
 
 
-def launch_shape(tokens: int, head_dim: int, rotate: bool, capability: int) -> tuple[int, int]:
-    """Tokens and warps of a program, on a major compute capability. From Hopper on, 64 rows are one asynchronous
-    product of four warps."""
-    if tokens <= 1024:
-        return 16, 4
-    if rotate and capability >= 9:
-        return 64, 4 if head_dim <= 128 else 8
-    if rotate:
-        return 16, 1 if head_dim <= 128 else 4
-    return 16, 2 if head_dim <= 128 else 4
+@dataclass(frozen=True)
+class WriteConfig:
+    """``tokens`` and warps of a program."""
+
+    tokens: int
+    num_warps: int
+
+    @staticmethod
+    def default(tokens: int, head_dim: int, rotate: bool, capability: int) -> WriteConfig:
+        """For ``tokens`` on a major compute ``capability``. From Hopper on, 64 rows are one asynchronous product of
+        four warps; others keep the matrix of the rotation in registers."""
+        small = head_dim <= 128
+        if tokens <= 1024:
+            return WriteConfig(16, 4)
+        if rotate and capability >= 9:
+            return WriteConfig(64, 4)
+        if rotate:
+            return WriteConfig(16, 1 if small else 4)
+        return WriteConfig(16, 2 if small else 4)
 
 
 def write(
@@ -447,6 +438,7 @@ def write(
     hot: HotPool | None = None,
     clamp: bool = False,
     check: bool = True,
+    config: WriteConfig | None = None,
 ) -> None:
     """Launch the quantize-on-write of ``key`` and ``value`` [tokens, kv_heads, head_dim]; graph-safe.
 
@@ -458,15 +450,16 @@ def write(
     tokens = slot_mapping.shape[0]
     if tokens == 0:
         return
-    capability = torch.cuda.get_device_capability(key.device)[0] if key.is_cuda else 0
-    per_program, warps = launch_shape(tokens, head_dim, ks.rotate or vs.rotate, capability)
+    if config is None:
+        capability = torch.cuda.get_device_capability(key.device)[0] if key.is_cuda else 0
+        config = WriteConfig.default(tokens, head_dim, ks.rotate or vs.rotate, capability)
     has_mu = transform is not None and transform.pairs > 0
     tables, halves = (status,) * 5, False
     if transform is not None:
         tables = (transform.dim_scale, transform.dim_pair, transform.dim_mu, transform.near, transform.far)
         source = transform.source
         halves = block == head_dim == source.rotary_dim and not source.interleaved
-    write_kernel[(layout.kv_heads, triton.cdiv(tokens, per_program))](
+    write_kernel[(layout.kv_heads, triton.cdiv(tokens, config.tokens))](
         key, key if value is None else value, slot_mapping, slot_mapping if positions is None else positions, pages,
         key if hot is None else hot.pool, status if hot is None else hot.index,
         part_hadamard(head_dim, ks.planes, key.dtype, pages.device),
@@ -475,12 +468,12 @@ def write(
         key.stride(0), key.stride(1), *(key if value is None else value).stride()[:2], pages.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         tokens, pages.shape[0], 0 if transform is None else transform.max_position,
-        KV_HEADS=layout.kv_heads, D=head_dim, DP=next_pow2(head_dim), N=layout.page_size, T=per_program,
+        KV_HEADS=layout.kv_heads, D=head_dim, DP=next_pow2(head_dim), N=layout.page_size, T=config.tokens,
         K_BITS=ks.bits, V_BITS=vs.bits, K_SYM=ks.symmetric, V_SYM=vs.symmetric, K_ROTATE=ks.rotate,
-        V_ROTATE=vs.rotate, K_CLIP=ks.clip, V_CLIP=vs.clip, K_FIT=ks.fit, V_FIT=vs.fit,
+        V_ROTATE=vs.rotate, K_CLIP=ks.clip, V_CLIP=vs.clip, K_GAIN=ks.gain(head_dim), V_GAIN=vs.gain(head_dim),
         WK=max(16, next_pow2(head_dim // ks.planes)), WV=max(16, next_pow2(head_dim // vs.planes)),
         BLOCK=block, NORM=block**-0.5, HAS_MU=has_mu, HALVES=has_mu and halves,
         HAS_SCALE=transform is not None and transform.has_scale,
         HAS_HOT=hot is not None, CHECK=check, CLAMP=clamp, HAS_VALUE=value is not None,
-        RAW=not clamp and key.dtype != torch.float32, ASM=USE_ASM, num_warps=warps,
+        RAW=not clamp and key.dtype != torch.float32, ASM=USE_ASM, num_warps=config.num_warps,
     )  # fmt: skip
