@@ -177,6 +177,45 @@ def test_blocks_whose_free_is_deferred_are_retained_and_come_back(hard):
 
 
 @pytest.mark.parametrize("hard", [False, True])
+def test_a_connector_that_still_sends_holds_the_blocks_and_then_they_are_retained(hard):
+    """vLLM #45388: a KV connector keeps a finished request's blocks until its transfer ends. The pin is made then, with
+    idle pins of the rest of the pool around it, and a new request still progresses.
+    """
+    from unittest.mock import MagicMock
+
+    from vllm.v1.outputs import KVConnectorOutput
+
+    fake = engine(hard=hard, budget=1.0)
+    start = fake.free
+    connector = fake.scheduler.connector = MagicMock()
+    connector.get_num_new_matched_tokens.return_value = (0, False)
+    connector.request_finished.return_value = (False, None)
+    connector.has_pending_block_frees.return_value = False
+    connector.has_pending_push_work.return_value = False
+    connector.take_events.return_value = ()
+    connector.get_kv_connector_stats.return_value = None
+    for i in range(5):
+        fake.turn(110, 2, f"agent{i}")
+    connector.request_finished.return_value = (True, {"remote": 1})
+    request = fake.add(200, 30, "sender")
+    for _ in range(40):
+        fake.step()
+    assert len(fake.outputs[request]) == 30 and request in fake.scheduler.requests
+    fake.check()
+    assert kvq_rpc(fake, "programs")["programs"][0]["state"] == "running"
+    connector.request_finished.return_value = (False, None)
+    fake.run(other := fake.add(40 * BLOCK, 2), limit=10)
+    assert len(fake.outputs[other]) == 2
+    fake.scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_sending={request}))
+    assert request not in fake.scheduler.requests
+    rows = {row["program"]: row for row in kvq_rpc(fake, "programs")["programs"]}
+    assert rows["sender"]["state"] == "waiting_tool" and rows["sender"]["blocks"] == 229 // BLOCK
+    fake.check()
+    fake.retention.disable()
+    assert fake.free == start
+
+
+@pytest.mark.parametrize("hard", [False, True])
 def test_a_client_that_goes_away_during_a_pause_leaves_nothing(hard):
     """vLLM #46283: disconnects while weights are reloaded."""
     from vllm.v1.core.sched.interface import PauseState
