@@ -217,13 +217,18 @@ class RetainedPool:
         self._starting = Guard("start", fault)
         self._yielding = Guard("pressure", fault)
 
-        self.queue = RetainedQueue.order(self._pool.free_block_queue, self._holds) if ordered else None
         self._patches = Patches()
-        self._patches.wrap(manager, "get_computed_blocks", self._look_up)
-        self._allocate_hook = self._patches.wrap_directly(manager, "allocate_slots", self._allocate)
-        self._patches.wrap(scheduler, "_free_blocks", self._free)
-        if ordered:
-            self._patches.wrap(self._pool, "get_new_blocks", self._take)
+        self.queue: RetainedQueue | None = None
+        try:
+            if ordered:
+                self.queue = RetainedQueue.order(self._pool.free_block_queue, self._holds)
+                self._patches.wrap(self._pool, "get_new_blocks", self._take)
+            self._patches.wrap(manager, "get_computed_blocks", self._look_up)
+            self._allocate_hook = self._patches.wrap_directly(manager, "allocate_slots", self._allocate)
+            self._patches.wrap(scheduler, "_free_blocks", self._free)
+        except BaseException:
+            self.detach()
+            raise
 
     # What the driver calls.
 

@@ -556,6 +556,28 @@ def test_a_fault_in_a_control_call_is_an_error_and_ends_retention():
     fake.check()
 
 
+@pytest.mark.parametrize("place", ["_free_blocks", "allocate_slots", "shutdown"])
+def test_a_fault_while_enabling_leaves_the_engine_as_it_was(monkeypatch, place):
+    from integration.compat.patches import Hook
+
+    fake = FakeEngine(64)
+    owners = (fake.scheduler, fake.scheduler.kv_cache_manager, fake.pool)
+    before = [set(vars(owner)) for owner in owners]
+    construct = Hook.__init__
+
+    def broken(self, owner, name, hook):
+        construct(self, owner, name, hook)
+        if name == place:
+            self.off()
+            raise KeyError("injected")
+
+    monkeypatch.setattr(Hook, "__init__", broken)
+    assert "injected" in kvq_rpc(fake, "enable", {"policy": "fixed"})["error"]
+    assert [set(vars(owner)) for owner in owners] == before
+    fake.turn(100, 2)
+    fake.check()
+
+
 def test_a_receipt_that_cannot_be_written_does_not_end_the_answer(monkeypatch):
     fake = engine()
     monkeypatch.setattr("integration.scheduler._with_receipt", None)
