@@ -164,13 +164,14 @@ def write_reference(batch: Batch) -> None:
         reference.write(batch.pages, batch.layout, key, value, slots, positions, batch.transform, batch.hot)
 
 
-def write_kernel(batch: Batch) -> torch.Tensor:
+def write_kernel(batch: Batch, config: quantize.WriteConfig | None = None) -> torch.Tensor:
     """Writes the batch through the kernel and returns the status word."""
     status = new_status(batch.pages.device)
     for key, value, slots, positions in batch.tokens:
         quantize.write(
-            batch.pages, batch.layout, key, value, slots, status, positions, batch.tables, batch.hot, check=True
-        )
+            batch.pages, batch.layout, key, value, slots, status, positions, batch.tables, batch.hot, check=True,
+            config=config,
+        )  # fmt: skip
     return status
 
 

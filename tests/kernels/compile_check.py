@@ -12,6 +12,7 @@ import torch
 
 from kvq import INT4, INT8, DecodeConfig
 from kvq.kernels.inspect import Launch, compile_launch, launches_of
+from kvq.kernels.quantize import WriteConfig
 from kvq.tuned import fit
 from tests.kernels import cases
 
@@ -29,15 +30,17 @@ def kernels(capability: int) -> list[tuple[str, cases.Case, list[Launch]]]:
     def add(case: cases.Case, *parts: str) -> None:
         batch = cases.make_batch(case, "cpu")
         config = fit(DecodeConfig(), batch.layout, case.pairs, SHARED[capability])
+        chunk = WriteConfig.default(8192, case.head_dim, case.scheme.key.rotate, capability // 10)
         calls = {
             "write": lambda: cases.write_kernel(replace(batch, tokens=batch.tokens[:1])),
+            "write a chunk": lambda: cases.write_kernel(replace(batch, tokens=batch.tokens[:1]), chunk),
             "gather": lambda: cases.gather_kernel(batch, 0, 0, torch.float16),
             "decode": lambda: cases.decode_kernel(batch, torch.float16, config),
         }
         for part in parts:
             out.append((part, case, launches_of(calls[part])))
 
-    add(BASE, "write", "gather", "decode")
+    add(BASE, "write", "write a chunk", "gather", "decode")
     add(replace(BASE, name="d128-int8", scheme=INT8), "decode")
     if capability in (89, 90):
         add(replace(BASE, name="d64", head_dim=64), "decode")
@@ -53,9 +56,11 @@ def main(capability: int) -> list[dict[str, Any]]:
     for part, case, launches in kernels(capability):
         for launch in launches:
             name = launch.kernel.__name__
-            if (name, case.name) in seen or (name != "decode_kernel" and "compact" not in name and case is not BASE):
+            if (part, name, case.name) in seen or (
+                name != "decode_kernel" and "compact" not in name and case is not BASE
+            ):
                 continue
-            seen.add((name, case.name))
+            seen.add((part, name, case.name))
             made = compile_launch(launch, capability)
             elements = 2 * case.page_size * case.head_dim  # of K and V in a page and head: what one iteration reads
             warps = launch.options.get("num_warps", 4)

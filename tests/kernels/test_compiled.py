@@ -35,6 +35,8 @@ def test_kernels_fit_the_gpu(capability: int) -> None:  # vLLM #36802, #46721
         if not row["case"].startswith("d256"):  # one warp holds too little for head size 256: it spills, and is correct
             assert row["spill_bytes"] == 0 and row["stack_bytes"] == 0, row
         assert row["shared_bytes"] <= SHARED[capability], row
+        if row["part"] == "write a chunk" and capability == 90:
+            assert row["registers"] <= 128, row  # four programs of four warps a multiprocessor
         if row["kernel"] == "decode_kernel":
             assert row["async_16_bytes"] > row["async_narrow"], row
             if row["case"] in ("d128", "d128-int8", "d128-hot-bf16"):
