@@ -228,3 +228,32 @@ def test_tuning_needs_a_gpu_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tune.main([]) == 1
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_tune_writes_a_file_that_loads_with_the_fastest_configurations(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Everything but the GPU: a clock that likes three stages, 6 programs and no prefetch, and a kernel that fails."""
+
+    def clock(inputs: Any, config: DecodeConfig, replays: int = 7) -> float:
+        if config.programs == 12:
+            raise RuntimeError("out of resources")
+        off = (config.num_stages != 3) + (config.programs != 6) + (config.prefetch != 0)
+        return 100.0 + 10 * off
+
+    gpu(monkeypatch, "NVIDIA Test", (9, 0), 227 << 10, 132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(name="NVIDIA Test", major=9, minor=0, multi_processor_count=132, L2_cache_size=1 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(tune, "in_processes", lambda jobs, processes: None)
+    monkeypatch.setattr(tune, "inputs_of", lambda *args: (SimpleNamespace(bytes_read=10**8), 1))
+    monkeypatch.setattr(tune, "time_us", clock)
+    path = tmp_path / "test.json"
+    assert tune.main(["--quick", "--out", str(path)]) == 0
+    file = tuned.load(path)
+    assert (file.device, file.capability, file.measured) == ("NVIDIA Test", (9, 0), True)
+    assert {shape.scheme for shape in file.entries} == {"int4", "int8"}
+    assert any(shape.pairs for shape in file.entries)
+    for config in file.entries.values():
+        assert (config.num_stages, config.programs, config.prefetch) == (3, 6, 0)
+    assert {row["time_us"] for row in json.loads(path.read_text())["entries"]} == {100.0}
