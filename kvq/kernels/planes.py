@@ -42,26 +42,6 @@ def unpack_nibbles(w, ASM: tl.constexpr):
 
 
 @triton.jit
-def unpack_nibbles_near(w, ASM: tl.constexpr):
-    """int16 words to four fp16 planes, all reading 64 + n: two shifts more, 16 times less offset to cancel."""
-    if ASM:
-        n0, n1, n2, n3 = tl.inline_asm_elementwise(
-            """{ .reg .b32 t;
-            shl.b32 t, $4, 4; lop3.b32 $0, t, 0x00f000f0, 0x54005400, 0xea;
-            lop3.b32 $1, $4, 0x00f000f0, 0x54005400, 0xea;
-            shr.u32 t, $4, 4; lop3.b32 $2, t, 0x00f000f0, 0x54005400, 0xea;
-            shr.u32 t, $4, 8; lop3.b32 $3, t, 0x00f000f0, 0x54005400, 0xea; }""",
-            "=&r,=&r,=&r,=&r,r", [w], dtype=(tl.float16,) * 4, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        n0 = (((w << 4) & 0xF0) | 0x5400).to(tl.float16, bitcast=True)
-        n1 = ((w & 0xF0) | 0x5400).to(tl.float16, bitcast=True)
-        n2 = (((w >> 4) & 0xF0) | 0x5400).to(tl.float16, bitcast=True)
-        n3 = (((w >> 8) & 0xF0) | 0x5400).to(tl.float16, bitcast=True)
-    return n0, n1, n2, n3
-
-
-@triton.jit
 def unpack_bytes(w, ASM: tl.constexpr):
     """int16 words to two fp16 planes, both reading 1024 + n. Two byte permutations for 4 values."""
     if ASM:
