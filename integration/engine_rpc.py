@@ -131,6 +131,7 @@ def _off(scheduler: Any) -> dict[str, Any]:
     return {
         "enabled": False,
         "vllm": compat.vllm_version(),
+        "kvq": compat.own_version(),
         "faults": faults(scheduler),
         "refused": refusal(scheduler),
     }

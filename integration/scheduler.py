@@ -208,6 +208,7 @@ class Retention:
         return {
             "enabled": self.live,
             "vllm": compat.vllm_version(),
+            "kvq": compat.own_version(),
             "config": self.config.to_mapping(),
             "queue_ordered": self.pool.queue is not None,
             "leases": len(self.pool.leases),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from functools import lru_cache
+from importlib import metadata
 from types import ModuleType
 
 CORE_MODULE = "vllm.v1.engine.core"
@@ -75,6 +76,14 @@ def vllm_version() -> str:
     try:
         return str(importlib.import_module("vllm.version").__version__)
     except Exception:
+        return ""
+
+
+def own_version() -> str:
+    """Of kvq-toolkit, "" where it runs from a checkout that is not installed."""
+    try:
+        return metadata.version("kvq-toolkit")
+    except metadata.PackageNotFoundError:
         return ""
 
 

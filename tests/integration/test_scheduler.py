@@ -416,6 +416,18 @@ def test_tenant_salt_and_adapter_bind_a_pin():
     fake.check()
 
 
+def test_the_status_is_json_and_names_versions_pool_and_guardrail():
+    import json
+
+    fake = engine(policy="value")
+    fake.turn(100, 2, "agent")
+    status = json.loads(json.dumps(kvq_rpc(fake, "status")))
+    assert status["enabled"] and status["kvq"] == "0.1.0" and status["guardrail"] == "none"
+    assert (status["total_blocks"], status["leases"], status["free_blocks"]) == (64, 1, 64)
+    assert status["config"]["policy"] == "value" and status["metrics"]["kvq_pins"] == 1
+    assert set(json.loads(json.dumps(kvq_rpc(fake, "metrics")))) >= {"kvq_enabled", "kvq_faults_total", "kvq_pins"}
+
+
 def test_an_untrusted_tenant_is_ignored():
     fake = engine()
     fake.turn(200, 2, "agent", kvq_tenant="a")
