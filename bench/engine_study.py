@@ -4,7 +4,8 @@ One engine with the weights of a Llama-3-8B *shape* (random: they cost the same 
 see the same requests: "none" (no prefix reuse: each request has a cache salt of its own), "prefix" (vLLM's prefix
 caching), and "retention" (the same after `integration.enable`).
 
-* isolation: an agent pauses while 60 requests of others pass, then returns to an idle engine.
+* isolation: an agent pauses while 60 requests of others pass, then returns to an idle engine. They pass as a stream,
+  four in flight, and (arm "retention, burst") all at once.
 * agents: 150 agents, three turns each, start at random times, at a given number of requests a second in all.
 * overhead: step time of a decode batch without any agent, retention on and off in turn.
 
@@ -75,6 +76,7 @@ class Settings:
     pool: int = 65_536
     isolation_context: int = 8192
     others: int = 60
+    others_in_flight: int = 4
     repeats: int = 1
     agents: int = 150
     turns: int = 3
@@ -222,8 +224,8 @@ def tokens(rng: random.Random, count: int, settings: Settings) -> list[int]:
     return rng.choices(range(2, settings.model["vocab_size"] - 2), k=count)
 
 
-def isolation(engine: Engine, arm: str) -> dict[str, Any]:
-    """One agent's return after `others` requests of others."""
+def isolation(engine: Engine, arm: str, burst: bool = False) -> dict[str, Any]:
+    """One agent's return after `others` requests of others, `others_in_flight` at a time, or all at once."""
     settings = engine.settings
     salt = arm == "none"
     samples = []
@@ -237,14 +239,17 @@ def isolation(engine: Engine, arm: str) -> dict[str, Any]:
         with engine.retention(arm):
             cold, _, output = engine.first_token(prompt, salt=salt, hints=hints)
             if arm != "none":  # they change nothing for who keeps nothing
-                for other in others:
-                    engine.send(other, 1)
-                engine.drain()
+                while others or engine.core.has_unfinished_requests():
+                    flying = engine.core.get_num_unfinished_requests()
+                    while others and (burst or flying < settings.others_in_flight):
+                        engine.send(others.pop(), 1)
+                        flying += 1
+                    engine.core.step()
             ttft, cached, _ = engine.first_token(prompt + output + result, salt=salt, hints=hints)
         samples.append({"cold_s": cold, "ttft_s": ttft, "cached_tokens": cached})
     return {
         "scenario": "isolation",
-        "arm": arm,
+        "arm": arm + (", burst" if burst else ""),
         "context": settings.isolation_context,
         "others": settings.others,
         "ttft_s": statistics.median(s["ttft_s"] for s in samples),
@@ -377,6 +382,7 @@ def cells(engine: Engine, scenario: str) -> Iterator[tuple[str, Any]]:
     if scenario in ("isolation", "all"):
         for arm in ARMS:
             yield f"isolation {arm}", lambda arm=arm: isolation(engine, arm)
+        yield "isolation retention, burst", lambda: isolation(engine, "retention", burst=True)
     if scenario in ("overhead", "all"):
         yield "overhead", lambda: overhead(engine)
     if scenario in ("agents", "all"):
@@ -390,7 +396,7 @@ def line(row: dict[str, Any]) -> str:
         return f"{row['cell']}: {row['error']}"
     if row["scenario"] == "isolation":
         cached = row["samples"][-1]["cached_tokens"]
-        return f"isolation {row['arm']:<10} post-tool TTFT {1e3 * row['ttft_s']:8.1f} ms, cached {cached} tokens"
+        return f"isolation {row['arm']:<16} post-tool TTFT {1e3 * row['ttft_s']:8.1f} ms, cached {cached} tokens"
     if row["scenario"] == "overhead":
         return f"overhead: step {row['off_ms']:.3f} ms off, {row['on_ms']:.3f} ms on: {row['percent']:+.2f} %"
     back, first = row["return"], row["first"]

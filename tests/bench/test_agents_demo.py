@@ -132,5 +132,5 @@ def test_every_cell_of_a_scenario_is_measured_once():
     engine = SimpleNamespace(settings=engine_study.SMALL)
     names = [name for name, _ in engine_study.cells(engine, "all")]
     rates = len(engine_study.SMALL.windows)
-    assert len(names) == len(set(names)) == 3 + 1 + 3 * rates
+    assert len(names) == len(set(names)) == 4 + 1 + 3 * rates
     assert [name for name, _ in engine_study.cells(engine, "overhead")] == ["overhead"]
