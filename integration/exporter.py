@@ -218,7 +218,7 @@ def publish(engine: Any) -> None:
     if port:
         try:
             engine._kvq_exporter = serve(engine, int(port))
-        except OSError as error:  # with several API servers, one of them has it
+        except (OSError, ValueError) as error:  # no port, or another API server of this host has it
             log.warning("kvq: KVQ_METRICS_PORT=%s: %s", port, error)
     elif os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         log.warning("kvq: several API servers share /metrics, which shows no kvq metrics then; set KVQ_METRICS_PORT")
