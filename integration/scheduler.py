@@ -358,9 +358,11 @@ class Retention:
 
     def _reset_prefix_cache(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._guard["reset"]:
-            self.pool.close()
-            self._identifier.clear()
-            self._ended.clear()
+            # vLLM refuses while requests run, unless it is to preempt them: then nothing is lost either.
+            if not self._scheduler.running or (args[0] if args else kwargs.get("reset_running_requests")):
+                self.pool.close()
+                self._identifier.clear()
+                self._ended.clear()
         return original(*args, **kwargs)
 
     def _shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -449,6 +449,8 @@ def test_reset_prefix_cache_releases_pins_and_succeeds(kind, hard):
     request = fake.add(100, 50, "agent3")
     for _ in range(4):
         fake.step()
+    assert not fake.scheduler.reset_prefix_cache(), "vLLM refuses while a request runs"
+    assert len(fake.retention.pool.leases) == 2
     assert fake.scheduler.reset_prefix_cache(reset_running_requests=True)
     fake.run(request)
     assert len(fake.outputs[request]) >= 50 - 1 * kind.get("ahead", 0)
