@@ -94,8 +94,8 @@ def test_caches_are_added_until_they_pass_the_rotation() -> None:
 
 
 def test_each_kernel_is_compiled_for_the_configuration_of_its_real_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pick(layout: Any, rows: int, pages: int, pairs: int) -> DecodeConfig:
-        return DecodeConfig(programs=4 if pages <= 4096 else 8)
+    def pick(layout: Any, rows: int, sequences: int, pairs: int) -> DecodeConfig:
+        return DecodeConfig(programs=4 if sequences == 1 else 8)
 
     monkeypatch.setattr(measure, "pick", pick)
     rows = measure.rows(measure.SHAPES)
