@@ -240,7 +240,7 @@ class KVQCache(Cache):
             recent_turns: turns kept in native precision; 0 for none (the first page stays native), "all" for all.
             transforms: one a layer; default: from the model's weights alone, which takes no time.
                 ``kvq.calibrate(model).transforms`` takes two forward passes and no text, and leaves INT4 a third of the
-                error (docs/accuracy.md).
+                error, with recent turns native two thirds (docs/accuracy.md).
             page_size: tokens of a page.
             native_dtype: of the native pages; default: that of the keys, which makes them exact.
 
