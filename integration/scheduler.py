@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,6 @@ from integration.config import Config, IntegrationError
 from integration.metadata import Identifier, Identity, made_up
 from integration.pool import Guard, RetainedPool
 from retention import EventLog, Hints, Pin, ProgramKey, ToolCall, TurnArrived, TurnFinished, make_policy
-from retention.programs import Program
 from retention.toolcalls import tool_class
 
 log = logging.getLogger("vllm.kvq")  # below vLLM's logger, so that a server shows it
@@ -234,7 +233,7 @@ class Retention:
         self._tick_now()
         now = self._clock()
         rows = []
-        for program in self._known_programs():
+        for program in self.policy.programs():
             lease = self.policy.pins.get(program.lease_id)
             calls = program.calls or ()
             if program.live:
@@ -277,7 +276,7 @@ class Retention:
         """
         told = tuple(calls)
         if request_id is None:
-            known = [p.key for p in self._known_programs() if p.key[:2] == (program_id, tenant)]
+            known = [p.key for p in self.policy.programs() if p.key[:2] == (program_id, tenant)]
             for key in known:
                 self.pool.drop(self.policy.tool_called(key, told))
             return {"known": bool(known)}
@@ -300,7 +299,7 @@ class Retention:
 
     def release(self, program_id: str, tenant: str = "") -> dict[str, Any]:
         """The program is over, under whatever salt and adapter."""
-        known = [p.key for p in self._known_programs() if p.key[:2] == (program_id, tenant)]
+        known = [p.key for p in self.policy.programs() if p.key[:2] == (program_id, tenant)]
         for key in known:
             self.pool.drop(self.policy.release(key))
         return {"released": len(known)}
@@ -479,9 +478,6 @@ class Retention:
             if self._next_save:
                 threading.Thread(target=self._save, args=(self.policy.state(),), daemon=True, name="kvq-state").start()
             self._next_save = now + SAVE_S
-
-    def _known_programs(self) -> Iterator[Program]:
-        return iter(list(self.policy._programs._programs.values()))
 
     def _save(self, state: dict[str, object] | None = None) -> None:
         if not self.config.state:

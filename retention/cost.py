@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+LEAST = 0.01  # of the prior's saving
+
 
 class PrefillCost:
     """Prefill time as a quadratic of the prompt length, fitted while serving.
@@ -62,9 +64,13 @@ class PrefillCost:
         return a * ((cached + tokens) ** 2 - cached**2) + b * tokens + d
 
     def saved_seconds(self, tokens: int) -> float:
-        """Seconds of prefill that a cached prefix of `tokens` saves. d is paid for the rest of the prompt anyway."""
+        """Seconds of prefill that a cached prefix of `tokens` saves. d is paid for the rest of the prompt anyway.
+
+        At least LEAST of what the prior says: noise can fit short prompts by a constant alone, and no prefix is free.
+        """
         a, b, _ = self.coefficients
-        return a * tokens * tokens + b * tokens
+        least = self._prior[0] * 1e-6 * tokens * tokens + self._prior[1] * 1e-3 * tokens
+        return max(a * tokens * tokens + b * tokens, LEAST * least)
 
     def state(self) -> dict[str, object]:
         return {"xx": [row[:] for row in self._xx], "xy": self._xy[:]}
@@ -117,9 +123,10 @@ class MemoryPrice:
     """What it costs to keep a block for a second, in seconds of waiting caused to others.
 
     Holding n of N blocks takes n / N of the machine's memory, and with it about that share of its progress, from each
-    of the R requests that wait; and only as far as their demand of W blocks cannot be met from the F free ones:
+    of the R requests that wait for memory: they do if the F free blocks do not hold the next of them, which needs W / R
+    of their W blocks; else they wait for their turn in the step. And only as far as their demand cannot be met:
 
-        price = R / N * clamp(1 - F / W, 0, 1)         [seconds / (block * second)]
+        price = R / N * (1 - F / W)  if F < W / R, else 0         [seconds / (block * second)]
 
     So it is 0 when nobody waits or free blocks suffice. The other side of the same scale: a second of prefill that is
     saved spares the program itself and everyone who waits, `weight` = 1 + R seconds in all.
@@ -139,7 +146,8 @@ class MemoryPrice:
         if waiting_requests <= 0 or waiting_blocks <= 0 or total <= 0:
             self.per_block, self.weight, self._at = 0.0, 1.0, now
             return
-        price = waiting_requests / total * min(1.0, max(0.0, 1.0 - free / waiting_blocks))
+        short = free * waiting_requests < waiting_blocks
+        price = waiting_requests / total * (1.0 - free / waiting_blocks) if short else 0.0
         dt = now - self._at if self._at is not None else math.inf
         step = 1.0 - math.exp(-dt / self._smooth_s) if self._smooth_s > 0.0 else 1.0
         self.per_block += step * (price - self.per_block)

@@ -315,6 +315,10 @@ class Policy:
         """End every lease (prefix cache reset, sleep, new weights, disable). What was learned is kept."""
         return self._end_all("reset", self._now())
 
+    def programs(self) -> tuple[Program, ...]:
+        """The programs that are remembered, the least recently active first. Read-only for others."""
+        return tuple(self._programs)
+
     def status(self) -> dict[str, object]:
         """Live numbers: policy, leases, retained blocks, budget, price, guardrail, counters. JSON-able."""
         self.update_gauges()

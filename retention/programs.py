@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from retention.ttl import Calls, Record
@@ -89,6 +90,10 @@ class ProgramRegistry:
 
     def __len__(self) -> int:
         return len(self._programs)
+
+    def __iter__(self) -> Iterator[Program]:
+        """The programs, the least recently active first."""
+        return iter(self._programs.values())
 
     def get(self, key: ProgramKey) -> Program | None:
         return self._programs.get(key)

@@ -76,11 +76,19 @@ def test_bad_prior_is_refused(prior):
         PrefillCost(prior=prior)
 
 
+def test_a_prefix_saves_something_however_noisy_the_prefills():
+    cost = PrefillCost(prior=(0.0, 1e-5, 0.0))
+    for tokens, seconds in ((100, 9e-4), (400, 3e-4), (200, 8e-4), (800, 2e-4)) * 20:  # longer prompts look quicker
+        cost.observe(tokens, seconds)
+    assert cost.coefficients[:2] == (0.0, 0.0)
+    assert cost.saved_seconds(1000) == pytest.approx(1e-4)
+
+
 def test_price_by_hand():
     price = MemoryPrice(smooth_s=0.0)
-    # 4 requests wait for 200 blocks, 50 are free: 4 / 1000 * (1 - 50 / 200)
-    price.update(0.0, total=1000, free=50, waiting_requests=4, waiting_blocks=200)
-    assert price.per_block == pytest.approx(0.003)
+    # 4 requests wait for 200 blocks, 40 are free, too few for the next one: 4 / 1000 * (1 - 40 / 200)
+    price.update(0.0, total=1000, free=40, waiting_requests=4, waiting_blocks=200)
+    assert price.per_block == pytest.approx(0.0032)
     assert price.weight == 5.0
 
 
@@ -93,6 +101,15 @@ def test_price_is_zero_when_nobody_waits_or_enough_is_free(pool):
     for t in range(1, 60):
         price.update(float(t), total=1000, free=free, waiting_requests=requests, waiting_blocks=blocks)
     assert price.per_block == pytest.approx(0.0, abs=1e-9)
+
+
+def test_requests_that_wait_for_their_turn_and_not_for_memory_put_no_price_on_it():
+    """A burst of 60 requests of 512 blocks in a pool of 4096, of which the step admits one at a time."""
+    price = MemoryPrice(smooth_s=0.0)
+    price.update(0.0, total=4096, free=512, waiting_requests=60, waiting_blocks=60 * 512)
+    assert price.per_block == 0.0
+    price.update(1.0, total=4096, free=511, waiting_requests=60, waiting_blocks=60 * 512)
+    assert price.per_block == pytest.approx(60 / 4096 * (1 - 511 / (60 * 512)))
 
 
 def test_price_is_smoothed_but_drops_at_once_when_the_queue_empties():
