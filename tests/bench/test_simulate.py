@@ -10,7 +10,7 @@ from bench.clairvoyant import Clairvoyant
 from bench.retention_study import summarize
 from bench.simulate import Simulator, main, policy_maker
 from bench.steptime import GPUS, StepTime
-from bench.workloads import Program, Synthetic, Turn, Workload, closed_loop, plain_requests
+from bench.workloads import Program, Synthetic, Turn, Workload, chain, closed_loop, plain_requests
 from retention import POLICIES, ProgramKey
 from retention.policy import Policy
 
@@ -103,6 +103,20 @@ def test_a_return_hits_what_the_policy_kept_through_a_flood():
         for name, settings in (("lru", {}), ("fixed", {"ttl_s": 60.0}), ("value", {}))
     }
     assert cached == {"lru": 0, "fixed": 51 * 64 - 64, "value": 51 * 64 - 64}
+
+
+def test_a_burst_that_waits_for_arithmetic_does_not_take_a_lease():
+    """60 requests at once, each an eighth of the pool and quickly done: the paused agent's prefix is found again."""
+    agent = Program(
+        "agent",
+        [Turn(8192, 32, chain(range(8224)), "Bash", 22.0), Turn(8288, 32, chain(range(8320)), None)],
+    )
+    others = [
+        Program(f"other-{i}", [Turn(8192, 1, chain([i + 10, *range(9000, 17191)]), None)], 1.0, agent=False)
+        for i in range(60)
+    ]
+    result = Simulator(Workload("burst", [agent, *others]), policy_maker("value"), StepTime(GPUS["H200"]), 1024).run()
+    assert times(result)["agent", 1][3] == 8192
 
 
 def test_idle_leases_over_the_whole_pool_stop_nobody():
