@@ -29,29 +29,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bench.steptime import LLAMA_3_8B_CONFIG
 from bench.workloads import TOOL_MIXES, draw_tool
 
 ARMS = ("none", "prefix", "retention")
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-TINY = LLAMA_3_8B | {
+TINY = LLAMA_3_8B_CONFIG | {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -71,7 +53,7 @@ class Settings:
     cut}. repeats: of the isolation scenario.
     """
 
-    model: dict[str, Any] = field(default_factory=lambda: LLAMA_3_8B)
+    model: dict[str, Any] = field(default_factory=lambda: LLAMA_3_8B_CONFIG)
     block: int = 16
     pool: int = 65_536
     isolation_context: int = 8192

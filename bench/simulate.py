@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.steptime import GPUS, StepTime
+from bench.steptime import GPUS, LLAMA_3_8B_CONFIG, StepTime
 from bench.workloads import BLOCK_SIZE, TOOL_MIXES, Program, Synthetic, Turn, Workload, closed_loop, plain_requests
 from retention import ProgramKey, ToolCall, TurnArrived, TurnFinished, make_policy
 from retention.policy import Policy
@@ -76,21 +76,7 @@ def _vllm_config(block_size: int, max_model_len: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(
             json.dumps(
-                {
-                    "architectures": ["LlamaForCausalLM"],
-                    "model_type": "llama",
-                    "hidden_size": 4096,
-                    "intermediate_size": 14336,
-                    "num_hidden_layers": 32,
-                    "num_attention_heads": 32,
-                    "num_key_value_heads": 8,
-                    "head_dim": 128,
-                    "max_position_embeddings": MAX_MODEL_LEN,
-                    "vocab_size": 128256,
-                    "bos_token_id": 1,
-                    "eos_token_id": 2,
-                    "torch_dtype": "bfloat16",
-                }
+                LLAMA_3_8B_CONFIG | {"max_position_embeddings": MAX_MODEL_LEN, "bos_token_id": 1, "eos_token_id": 2}
             )
         )
         model = ModelConfig(

@@ -50,6 +50,26 @@ class ModelShape:
 
 
 LLAMA_3_8B = ModelShape("Llama-3-8B", 32, 32, 8, 128, params=8.03e9, vocab_params=0.525e9)
+# The same for vLLM, as config.json.
+LLAMA_3_8B_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
 
 # Fitted by `fit` to the H200 points in MEASURED_*; as fractions of the datasheet, and seconds.
 BANDWIDTH_FRACTION = 0.9155
