@@ -42,6 +42,7 @@ def main() -> None:
     forced = SamplingParams(
         temperature=0.0, max_tokens=80, structured_outputs=StructuredOutputsParams(choice=[TOOL_CALL])
     )
+    exporter.REFRESH_S = 0.0  # at every step: a quick machine is done within a second
     with integration.enable(llm) as handle:
         served = exporter.serve(llm, port=0)
         seen["enabled"] = touched(llm)
@@ -56,7 +57,6 @@ def main() -> None:
             llm, [prompt + TOOL_CALL], SamplingParams(max_tokens=2), program_id="a", release=True, use_tqdm=False
         )
         seen["released"] = integration.receipt(answer)
-        exporter.REFRESH_S = 0.0
         llm.generate(["x"], SamplingParams(max_tokens=2), use_tqdm=False)
         with urllib.request.urlopen(f"{served.url}/metrics") as page:
             seen["served"] = page.read().decode()
