@@ -83,11 +83,8 @@ class Batch:
                 ops.write_pages(pages, self.layout, key.to(dtype), value.to(dtype), where, hot=HotPool(pool, index))
             self.caches.append((pages, HotPool(pool, index)))
 
-    def exact(self) -> torch.Tensor:
-        """Attention over the whole cache, float64."""
-        return self.ideal(None)
-
     def ideal(self, threshold: float | None) -> torch.Tensor:
+        """Attention in float64 without the pages that ``threshold`` lets go; None: over the whole cache."""
         pages, hot = self.caches[0]
         return reference.paged_attention_decode(
             self.query[:, None], pages, self.layout, self.tables, self.lens, self.layout.head_dim**-0.5, None, hot,
@@ -143,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     size = len(layers) * args.context * layers[0][1][0].numel()  # about the bytes of an INT4 cache
     copies = max(1, -(-4 * torch.cuda.get_device_properties(0).L2_cache_size // size)) if on_gpu else 1
     batch = Batch(layers, copies, torch.bfloat16 if on_gpu else torch.float32)
-    exact = batch.exact()
+    exact = batch.ideal(None)
     rows = [batch.run(threshold, exact) for threshold in (None, *THRESHOLDS)]
     for row in rows:
         if on_gpu:

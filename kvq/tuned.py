@@ -257,8 +257,10 @@ def _config(path: str, where: str, config: Any) -> DecodeConfig:
     names = {f.name for f in fields(DecodeConfig)}
     good = isinstance(config, dict) and set(config) == names
     _check(path, where, config, good, f"an object of {', '.join(sorted(names))}")
-    ranges = {"num_warps": (1, 8), "num_stages": (1, 8), "programs": (1, 64), "min_chunk": (1, 64), "prefetch": (0, 16)}
-    ranges["start_cost"] = (0, 64)
+    ranges = {
+        "num_warps": (1, 8), "num_stages": (1, 8), "programs": (1, 64), "min_chunk": (1, 64), "prefetch": (0, 16),
+        "start_cost": (0, 64),
+    }  # fmt: skip
     for name, (lo, hi) in ranges.items():
         x = config[name]
         number = _is_int(x) or (name == "programs" and isinstance(x, float))

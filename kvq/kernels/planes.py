@@ -4,9 +4,10 @@ Word j of a row holds the dims of ``reference.plane_dims``: with P planes and Ha
 ``H_B = H_P (x) H_(B/P)``. So the transform is one small matrix product a plane (along words) and a butterfly
 across planes, and no value ever moves between lanes to be unpacked.
 
-Unpacking is the fp16 magic: a nibble or byte in the low mantissa bits of 1024.0 (0x6400) reads 1024 + n, a nibble four
-bits up in 64.0 (0x5400) reads 64 + n. Callers subtract the offset once a tile. ``ASM`` off is the same in plain
-Triton, for the interpreter, which has no inline assembly.
+``tiny_*`` unpack codes as subnormal fp16 numbers, which tensor cores take as they are. ``unpack_*``, where codes go
+through other arithmetic, use the fp16 magic: a nibble or byte in the low mantissa bits of 1024.0 (0x6400) reads
+1024 + n, a nibble four bits up in 64.0 (0x5400) reads 64 + n, and the caller subtracts the offset. ``ASM`` off is
+the same in plain Triton, for the interpreter, which has no inline assembly.
 """
 
 from __future__ import annotations
