@@ -38,7 +38,11 @@ def vllm_sources(version: str) -> Path:
             _extract(url, Path(work) / "unpacked")
         except Exception as error:  # whatever the network, or another pip, has to say
             raise OSError(f"{url} cannot be read in parts: {error}") from error
-        (Path(work) / "unpacked").rename(target)
+        try:
+            (Path(work) / "unpacked").rename(target)
+        except OSError:  # another process was quicker
+            if not target.is_dir():
+                raise
     return target
 
 
