@@ -216,6 +216,81 @@ def test_a_connector_that_still_sends_holds_the_blocks_and_then_they_are_retaine
 
 
 @pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("end", ["loaded", "failed", "aborted"])
+def test_a_connector_that_still_loads_is_like_a_request_in_prefill(hard, end):
+    """An asynchronous load: the request has its blocks, but waits. It started once, for the policy; what was loaded and
+    computed is retained at its end, and nothing is if it goes away before.
+    """
+    from unittest.mock import MagicMock
+
+    from vllm.v1.outputs import KVConnectorOutput
+
+    fake = engine(hard=hard, budget=1.0)
+    start = fake.free
+    connector = fake.scheduler.connector = MagicMock()
+    connector.supports_divergent_local_hybrid_hits = False
+    connector.get_num_new_matched_tokens.return_value = (0, False)
+    connector.request_finished.return_value = (False, None)
+    connector.has_pending_block_frees.return_value = False
+    connector.has_pending_push_work.return_value = False
+    connector.take_events.return_value = ()
+    connector.get_kv_connector_stats.return_value = None
+    for i in range(3):
+        fake.turn(110, 2, f"agent{i}")
+    connector.get_num_new_matched_tokens.return_value = (160, True)
+    request = fake.add(prompt := fake.tokens(200), 4, "loader")
+    fake.step()
+    connector.get_num_new_matched_tokens.return_value = (0, False)
+    state = fake.scheduler.requests[request]
+    assert state.status.name == "WAITING_FOR_REMOTE_KVS" and fake.free < start
+    fake.check()
+    fake.flood(300, 4)  # others pass meanwhile
+    if end == "aborted":
+        fake.abort(request)
+    if end == "failed":
+        fake.scheduler.failed_recving_kv_req_ids.add(request)
+        state.num_computed_tokens = 96  # what arrived before the failure
+    fake.scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={request}))
+    fake.run(request)
+    fake.check()
+    rows = {row["program"]: row for row in kvq_rpc(fake, "programs")["programs"]}
+    assert rows["loader"]["blocks"] == (0 if end == "aborted" else 203 // BLOCK)
+    assert kvq_rpc(fake, "metrics")["kvq_leaked_total"] == 0
+    if end != "aborted":
+        fake.flood(300, 4)
+        fake.turn(prompt + fake.outputs[request] + fake.tokens(20), 2, "loader")
+        assert fake.cached[fake.last] == 203 // BLOCK * BLOCK
+    fake.check()
+    fake.retention.disable()
+    assert fake.free == start
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("burst", [False, True])
+def test_an_agent_finds_its_context_after_sixty_others_of_8192_tokens(burst, ahead):
+    """The isolation scenario of bench.engine_study at its true scale: a pool of eight contexts, steps of 2048 tokens in
+    50 ms, as an H200 takes for a Llama-3-8B, default settings. LRU forgets, `value` does not, in a stream or a burst.
+    """
+    found = {}
+    for policy in ("lru", "value"):
+        fake = FakeEngine(4096, ahead=ahead)
+        fake.scheduler.max_num_scheduled_tokens = 2048
+        fake.enable(policy, guardrail=True)
+        agent = fake.turn(8192, 32, "agent", kvq_tool_name="Bash")
+        left, flying = 60, []
+        while left or flying:
+            flying = [request for request in flying if request in fake.scheduler.requests]
+            while left and (burst or len(flying) < 4):
+                flying.append(fake.add(8192, 1))
+                left -= 1
+            fake.step()
+        fake.turn(agent + fake.tokens(64), 32, "agent")
+        found[policy] = fake.cached[fake.last]
+        fake.check()
+    assert found == {"lru": 0, "value": 8223 // BLOCK * BLOCK}
+
+
+@pytest.mark.parametrize("hard", [False, True])
 def test_a_client_that_goes_away_during_a_pause_leaves_nothing(hard):
     """vLLM #46283: disconnects while weights are reloaded."""
     from vllm.v1.core.sched.interface import PauseState
