@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -159,6 +159,7 @@ class Simulator:
         self._fast_forward = fast_forward
         self._tick_seconds = tick_seconds
         self._scheduler = make_scheduler(self.num_blocks, workload.block_size)
+        self._scheduler.prev_step_scheduled_req_ids = _Everybody()
         self._now = 0.0
         self._policy_now = 0.0
         self._next_tick = 0.0
@@ -171,7 +172,6 @@ class Simulator:
         self._returns: dict[ProgramKey, float] = {}  # when a paused program comes back; for the clairvoyant bound only
         self._backlog: list[Program] = []
         self._agents = sum(program.agent for program in workload.programs)
-        self._zeros = [0] * (max(t.prompt_tokens + t.output_tokens for p in workload.programs for t in p.turns) + 1)
         self._refused = False  # the head of the waiting queue was refused and nothing has changed since
         self._nobody = type(self._scheduler.waiting)()
         self._computed_prefill = self._preemptions = self._steps = self._calls = 0
@@ -244,12 +244,13 @@ class Simulator:
             self._started[program.id] = at
         request = self._request(
             request_id,
-            self._zeros[: turn.prompt_tokens],
+            _Zeros(turn.prompt_tokens),
             self._sampling(turn.output_tokens),
             None,
             arrival_time=at,
             block_hasher=_hasher(turn, request_id, self.workload.block_size),
         )
+        request.prefill_stats = None  # nobody reads them, and vLLM looks at every block for them
         before = program.turns[index - 1].tool if index else None
         self._records[request_id] = TurnRecord(program.id, index, program.agent, at, turn.prompt_tokens, tool=before)
         self._programs[request_id] = (program, index)
@@ -320,34 +321,84 @@ class Simulator:
     def _step(self) -> bool:
         """Schedule and run one step, or several decode steps as one. False: nothing was scheduled."""
         scheduler = self._scheduler
-        waiting = scheduler.waiting
+        waiting, running = scheduler.waiting, scheduler.running
         count, now = self._decode_steps()
-        if count:
-            more = [0] * (count - 1)  # the last token comes from update_from_output
-            for request in scheduler.running:
-                request.append_output_token_ids(more)
-            scheduler.waiting = self._nobody  # its head was refused; a tick may have changed that for later steps only
-        output = scheduler.schedule()
-        scheduler.waiting = waiting
-        scheduled = output.num_scheduled_tokens
-        self._calls += 1
-        self._preemptions += len(output.preempted_req_ids or ())
-        if not scheduled:
-            return False
+        quiet, others = self._quiet(count)
+        scheduled: dict[str, int] = {}
+        if others or not quiet:
+            if count:
+                more = [0] * (count - 1)  # the last token comes from update_from_output
+                for request in others:
+                    request.append_output_token_ids(more)
+                scheduler.waiting = self._nobody  # its head was refused; a tick may have changed that for later steps
+            if quiet:
+                scheduler.running = others.copy()
+                scheduler.max_num_scheduled_tokens = MAX_BATCHED_TOKENS - (0 if count else len(quiet))
+            output = scheduler.schedule()
+            scheduler.waiting = waiting
+            if quiet:
+                scheduler.running = running + scheduler.running[len(others) :]
+                scheduler.max_num_scheduled_tokens = MAX_BATCHED_TOKENS
+            scheduled = output.num_scheduled_tokens
+            self._calls += 1
+            self._preemptions += len(output.preempted_req_ids or ())
+            if not scheduled:
+                return False
         if count:
             self._now = now
             sampled: list[list[int]] = [[0] for _ in scheduled]
         else:
-            sampled = self._run_step(scheduled)
+            sampled = self._run_step(scheduled, quiet)
         self._steps += count or 1
-        index = {request_id: i for i, request_id in enumerate(scheduled)}
-        scheduler.update_from_output(output, self._output(list(scheduled), index, sampled_token_ids=sampled))
+        tokens = [0] * (count or 1)
+        for request in quiet:
+            request.num_computed_tokens += len(tokens)
+            request.append_output_token_ids(tokens)
+        if scheduled:
+            index = {request_id: i for i, request_id in enumerate(scheduled)}
+            scheduler.update_from_output(output, self._output(list(scheduled), index, sampled_token_ids=sampled))
         return True
 
-    def _run_step(self, scheduled: dict[str, int]) -> list[list[int]]:
-        """Take the time of one step; returns the sampled tokens."""
+    def _quiet(self, count: int) -> tuple[list[Request], list[Request]]:
+        """The running requests in two parts, for `count` decode steps or, if that is 0, one step of any kind: those
+        for which nothing happens but that they are a few tokens longer, and the others.
+
+        The quiet ones neither end nor need a block nor fill one. The scheduler does not see them: it would change
+        nothing else of theirs, and what it does to the others does not depend on them, as long as it does not have to
+        preempt, sees that something runs, and has no more tokens and places to give away than it would have.
+        """
+        scheduler = self._scheduler
+        running = scheduler.running
+        if not self._fast_forward or not running:
+            return [], running
+        size, steps = self.workload.block_size, count or 1
+        quiet: list[Request] = []
+        others: list[Request] = []
+        for request in running:
+            done = len(request._output_token_ids)
+            if not count and (request.is_prefill_chunk or not done):
+                return [], running
+            inside = request.num_computed_tokens % size
+            if 0 < inside < size - steps and request.max_tokens - done > steps:
+                quiet.append(request)
+            else:
+                others.append(request)
+        if not count:
+            if not others:
+                others.append(quiet.pop())
+            free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            if free < len(others) or len(running) + len(scheduler.waiting) > MAX_NUM_SEQS:
+                return [], running
+        return quiet, others
+
+    def _run_step(self, scheduled: dict[str, int], quiet: list[Request]) -> list[list[int]]:
+        """Take the time of one step of these tokens and of one token of each quiet request. Returns the sampled tokens
+        of the former.
+        """
         requests = self._scheduler.requests
-        pairs, kv_tokens, decoding = 0.0, 0, 0
+        pairs, kv_tokens, decoding = 0.0, 0, len(quiet)
+        for request in quiet:
+            kv_tokens += request.num_computed_tokens
         sampled: list[list[int]] = []
         first: list[TurnRecord] = []
         for request_id, tokens in scheduled.items():
@@ -367,11 +418,11 @@ class Simulator:
                 record.cached_tokens = context
             if complete and record.first_token < 0:
                 first.append(record)
-        self._now += self._step_time.step(sum(scheduled.values()), pairs, kv_tokens)
+        self._now += self._step_time.step(sum(scheduled.values()) + len(quiet), pairs, kv_tokens)
         for record in first:
             record.first_token = self._now
         waiting = bool(self._scheduler.waiting)
-        self._refused = waiting and decoding == len(scheduled) == len(self._scheduler.running)
+        self._refused = waiting and decoding == len(scheduled) + len(quiet) == len(self._scheduler.running)
         return sampled
 
     def _decode_steps(self) -> tuple[int, float]:
@@ -383,8 +434,12 @@ class Simulator:
         """
         scheduler = self._scheduler
         running = scheduler.running
-        if not self._fast_forward or not running or (scheduler.waiting and not self._refused):
+        if not self._fast_forward or not running:
             return 0, 0.0
+        if scheduler.waiting and not self._refused:
+            self._refused = self._head_is_held()
+            if not self._refused:
+                return 0, 0.0
         limit = MAX_BATCHED_TOKENS // len(running)
         for request in running:
             if request.is_prefill_chunk or not request._output_token_ids:
@@ -420,6 +475,11 @@ class Simulator:
             kv_tokens += batch
             count += 1
         return count, at
+
+    def _head_is_held(self) -> bool:
+        """The policy does not let the head of the waiting queue start, whatever is free: no need to try."""
+        head = next(iter(self._scheduler.waiting))
+        return self._retained is not None and not self._retained.policy.admits(head.request_id)
 
     def _tick_during_decode(self, at: float, taken: int) -> bool:
         """A tick between two decode steps, `taken` blocks later. False if the waiting queue may move after it."""
@@ -461,6 +521,31 @@ class Simulator:
             retained_block_seconds=self._retained.block_seconds if self._retained is not None else 0.0,
             status=status,
         )
+
+
+class _Zeros(Sequence[int]):
+    """The tokens of a prompt, all 0: what says which tokens they are is the hashes of their blocks."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, item):  # type: ignore[no-untyped-def]
+        return self.copy()[item]
+
+    def copy(self) -> list[int]:
+        return [0] * self._count
+
+
+class _Everybody(set[str]):
+    """Of whom the worker knows all tokens: vLLM copies those of everybody else, and there is no worker."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
 
 
 def _key(program: Program) -> ProgramKey:

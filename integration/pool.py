@@ -80,23 +80,25 @@ class RetainedQueue(FreeKVCacheBlockQueue):
         super().prepend_n(self._keep(blocks))
 
     def remove(self, block: KVCacheBlock) -> None:
-        super().remove(block)
+        FreeKVCacheBlockQueue.remove(self, block)  # super() costs as much as the call: one for each block of a hit
         if self._holds[block.block_id]:
             self.retained -= 1
 
     def retain(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Move free blocks that just got their first lease to the end of the retained part."""
         moved = list(blocks)
+        remove = super().remove
         for block in moved:
-            super().remove(block)
+            remove(block)
         super().append_n(moved)
         self.retained += len(moved)
 
     def unretain(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Move free blocks that just lost their last lease to the end of the unretained part."""
         moved = list(blocks)
+        remove = super().remove
         for block in moved:
-            super().remove(block)
+            remove(block)
         self.retained -= len(moved)
         self._insert_before_boundary(moved)
 
@@ -114,7 +116,7 @@ class RetainedQueue(FreeKVCacheBlockQueue):
             return blocks
         super().append_n(kept)
         self.retained += len(kept)
-        return [block for block in blocks if not holds[block.block_id]]
+        return [block for block in blocks if not holds[block.block_id]] if len(kept) < len(blocks) else []
 
     def _insert_before_boundary(self, blocks: list[KVCacheBlock]) -> None:
         boundary = self._boundary
@@ -326,14 +328,16 @@ class RetainedPool:
         """The full, hashed blocks that the request holds, of all groups, in the order of the tokens they hold."""
         if self._windows:
             return self._windowed(request)
+        if len(self._groups) == 1:
+            blocks = self._groups[0].req_to_blocks.get(request.request_id, ())
+            return [block for block in blocks if block.block_hash is not None and not block.is_null]
         found = []
         for group in self._groups:
             size = group.block_size
             for i, block in enumerate(group.req_to_blocks.get(request.request_id, ())):
                 if block.block_hash is not None and not block.is_null:
                     found.append(((i + 1) * size, block))
-        if len(self._groups) > 1:
-            found.sort(key=itemgetter(0))
+        found.sort(key=itemgetter(0))
         return [block for _, block in found]
 
     def cached(self, block_hashes: Sequence[Any]) -> tuple[int, list[KVCacheBlock]]:
@@ -388,16 +392,17 @@ class RetainedPool:
             self._pool.touch(kept)
             for block in kept:
                 self._references[block.block_id] = self._references.get(block.block_id, 0) + 1
-        free = [block for block in kept if not block.ref_cnt and not self._holds[block.block_id]]
+        holds = self._holds
+        free = [block for block in kept if not block.ref_cnt and not holds[block.block_id]]
         for block in kept:
-            self._holds[block.block_id] += 1
+            holds[block.block_id] += 1
         if self.queue is not None:
             self.queue.retain(reversed(free))
         return pin
 
     def drop(self, victims: Iterable[Victim]) -> None:
         """Let go of what the policy gave up."""
-        now = self._clock()
+        now, holds = self._clock(), self._holds
         for victim in victims:
             lease = self.leases[victim.lease_id]
             self.block_seconds += len(lease.blocks) * (now - lease.since)
@@ -408,8 +413,9 @@ class RetainedPool:
             del lease.blocks[keep:]
             free = []
             for block in dropped:
-                self._holds[block.block_id] -= 1
-                if not self._holds[block.block_id] and not block.ref_cnt:
+                block_id = block.block_id
+                holds[block_id] -= 1
+                if not holds[block_id] and not block.ref_cnt:
                     free.append(block)
             if self.queue is not None:
                 self.queue.unretain(free)
