@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.top import printable
+
 ENDS = ("reuse", "expire", "release", "supersede")  # and evict with left 0
 
 
@@ -89,7 +91,7 @@ def summarize(events: Sequence[dict[str, Any]], unreadable: int = 0) -> Summary:
         if event.get("reason"):
             summary.reasons[kind, event["reason"]] += 1
         if kind in ("reuse", "miss"):
-            tool = tools[event.get("tool") or "unknown"]
+            tool = tools[printable(event.get("tool") or "unknown")]
             tool.hits += kind == "reuse"
             tool.misses += kind == "miss"
             if event.get("waited_s") is not None:
@@ -97,7 +99,7 @@ def summarize(events: Sequence[dict[str, Any]], unreadable: int = 0) -> Summary:
                 if event.get("predicted_s") is not None:
                     tool.predicted.append((event["predicted_s"], event["waited_s"]))
         if kind == "pin":
-            lease = Lease(event["program"], t, t + event["ttl_s"], event["blocks"])
+            lease = Lease(printable(event["program"]), t, t + event["ttl_s"], event["blocks"])
             live[event["lease"]] = lease
             summary.leases.append(lease)
         elif (kind in ENDS or (kind == "evict" and not event.get("left"))) and event.get("lease") in live:

@@ -35,6 +35,11 @@ COUNTED = {
 }
 
 
+def printable(text: str) -> str:
+    """Names come from clients: what could steer a terminal is shown as a replacement character."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+
+
 @dataclass
 class View:
     """What one frame shows. programs: rows as the engine gives them. totals: {metric: number}."""
@@ -163,16 +168,16 @@ def render(view: View, limit: int) -> Group:
     rows = sorted(view.programs, key=lambda row: (ORDER.index(row["state"]), -row["blocks"], row["program"]))
     table = Table(box=None, padding=(0, 1))
     for name in ("program", "state", "tool"):
-        table.add_column(name, overflow="ellipsis", no_wrap=True)
+        table.add_column(name, no_wrap=name == "state")  # long names give way, not the numbers
     for name in ("blocks", "ttl left", "turns"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows[:limit]:
         leased = row["lease_id"] is not None
         name = f"{row['tenant']}/{row['program']}" if row["tenant"] else row["program"]
         table.add_row(
-            Text(name),
+            Text(printable(name), no_wrap=True, overflow="ellipsis"),
             Text(row["state"].replace("_", " "), style=STYLES[row["state"]]),
-            Text(row["tool"]),
+            Text(printable(row["tool"]), no_wrap=True, overflow="ellipsis"),
             f"{row['blocks']}{' hard' if row['hard'] else ''}" if leased else "-",
             f"{row['ttl_left_s']:.1f} s" if leased else "-",
             str(row["turns"]),

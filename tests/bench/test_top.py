@@ -96,6 +96,25 @@ def test_long_lists_are_cut_and_markup_is_text():
     assert "and 2 more" in text and "[red]0" in text
 
 
+def test_a_name_cannot_steer_the_terminal():
+    """Clients choose the names of programs and tools."""
+    row = {"tenant": "", "state": "idle", "blocks": 0, "lease_id": None, "hard": False, "ttl_left_s": 0.0, "turns": 1}
+    view = top.View([{**row, "program": "\x1b[2Ja\x9b31m\u202eé", "tool": "\x1b]0;b\x07"}])
+    text = shown(view, limit=3)
+    assert "[2Ja" in text and "31m" in text and "é" in text and "]0;b" in text
+    assert not {"\x1b", "\x9b", "\x07", "\u202e"} & set(text)
+
+
+def test_long_names_leave_room_for_the_rest():
+    row = {"tenant": "", "state": "waiting_tool", "lease_id": 3, "hard": True, "ttl_left_s": 1234.5, "turns": 1000}
+    long = {**row, "program": "é" * 256, "tool": "x y " * 16, "blocks": 4096}
+    lines = shown(top.View([long, {**long, "program": "shown"}]), limit=3).splitlines()
+    assert len(lines) == 5  # head, header, two rows, the note
+    for line in lines[2:4]:
+        assert "waiting tool" in line and "4096 hard" in line and "1234.5 s" in line and "1000" in line
+    assert "shown" in lines[2]
+
+
 @pytest.mark.parametrize("source", ["http://127.0.0.1:9", "missing.jsonl"])
 def test_a_source_that_is_not_there_ends_with_one_line(source, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
