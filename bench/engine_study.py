@@ -96,6 +96,42 @@ SMALL = Settings(
 )
 
 
+def start(settings: Settings) -> Any:
+    """A `vllm.LLM` with random weights of the settings' shape."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for key, value in (
+        ("VLLM_LOGGING_LEVEL", "WARNING"),
+        ("HF_HUB_OFFLINE", "1"),
+        ("VLLM_NO_USAGE_STATS", "1"),
+        ("VLLM_CPU_KVCACHE_SPACE", "1"),
+    ):
+        os.environ.setdefault(key, value)
+    import torch
+    from vllm import LLM
+
+    folder = Path(tempfile.mkdtemp(prefix="kvq-shape-"))
+    (folder / "config.json").write_text(json.dumps(settings.model))
+    longest = max(
+        settings.isolation_context + 64 + 2 * settings.output,
+        settings.system + settings.first[1] + settings.turns * (settings.output + settings.tool_result[1]),
+    )
+    return LLM(
+        model=str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=settings.model["torch_dtype"],
+        max_model_len=-(-longest // settings.block) * settings.block,
+        gpu_memory_utilization=0.85,
+        block_size=settings.block,
+        num_gpu_blocks_override=settings.pool // settings.block + 1,
+        enable_prefix_caching=True,
+        enforce_eager=not torch.cuda.is_available(),
+        max_num_seqs=64,
+        max_num_batched_tokens=settings.step_tokens,
+        seed=0,
+    )
+
+
 @dataclass
 class Turn:
     """One request. due, first_token, finished: seconds from the start of its cell, nan if it did not come to that."""
@@ -110,47 +146,17 @@ class Turn:
 
 
 class Engine:
-    """The engine in this process, stepped by hand."""
+    """An engine in this process, stepped by hand. llm: one that is there already, else one is started. events: file for
+    the event log of retention, which says why a lease was given up.
+    """
 
-    def __init__(self, settings: Settings) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        for key, value in (
-            ("VLLM_LOGGING_LEVEL", "WARNING"),
-            ("HF_HUB_OFFLINE", "1"),
-            ("VLLM_NO_USAGE_STATS", "1"),
-            ("VLLM_CPU_KVCACHE_SPACE", "1"),
-        ):
-            os.environ.setdefault(key, value)
-        import torch
-        from vllm import LLM, __version__
-
-        self.settings = settings
-        self.version = __version__
-        self._number = 0
-        folder = Path(tempfile.mkdtemp(prefix="kvq-shape-"))
-        (folder / "config.json").write_text(json.dumps(settings.model))
-        longest = max(
-            settings.isolation_context + 64 + 2 * settings.output,
-            settings.system + settings.first[1] + settings.turns * (settings.output + settings.tool_result[1]),
-        )
+    def __init__(self, settings: Settings, llm: Any = None, events: Path | None = None) -> None:
         began = time.perf_counter()
-        self.llm = LLM(
-            model=str(folder),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype=settings.model["torch_dtype"],
-            max_model_len=-(-longest // settings.block) * settings.block,
-            gpu_memory_utilization=0.85,
-            block_size=settings.block,
-            num_gpu_blocks_override=settings.pool // settings.block + 1,
-            enable_prefix_caching=True,
-            enforce_eager=not torch.cuda.is_available(),
-            max_num_seqs=64,
-            max_num_batched_tokens=settings.step_tokens,
-            seed=0,
-        )
+        self.settings, self.events = settings, events
+        self.llm = llm if llm is not None else start(settings)
         self.started_s = time.perf_counter() - began
         self.core = self.llm.llm_engine
+        self._number = 0
 
     def send(self, prompt: list[int], tokens: int, *, salt: bool = False, hints: dict[str, Any] | None = None) -> str:
         from vllm import SamplingParams
@@ -187,7 +193,7 @@ class Engine:
             return nullcontext()
         from integration import enable
 
-        return enable(self.llm)
+        return enable(self.llm, events=self.events)
 
     def first_token(self, prompt: list[int], *, salt: bool, hints: dict[str, Any]) -> tuple[float, int, list[int]]:
         """(seconds to the first token, cached tokens, output) of one request on an idle engine, run to its end."""
@@ -210,7 +216,7 @@ def isolation(engine: Engine, arm: str, burst: bool = False) -> dict[str, Any]:
     """One agent's return after `others` requests of others, `others_in_flight` at a time, or all at once."""
     settings = engine.settings
     salt = arm == "none"
-    samples = []
+    samples: list[dict[str, Any]] = []
     for repeat in range(settings.repeats):
         rng = random.Random(repeat)
         prompt = tokens(rng, settings.isolation_context, settings)
@@ -218,7 +224,7 @@ def isolation(engine: Engine, arm: str, burst: bool = False) -> dict[str, Any]:
         others = [tokens(rng, settings.isolation_context, settings) for _ in range(settings.others)]
         hints = {"kvq_program_id": f"agent-{repeat}", "kvq_tool_name": "Bash"}
         engine.reset([])
-        with engine.retention(arm):
+        with engine.retention(arm) as handle:
             cold, _, output = engine.first_token(prompt, salt=salt, hints=hints)
             if arm != "none":  # they change nothing for who keeps nothing
                 while others or engine.core.has_unfinished_requests():
@@ -228,7 +234,8 @@ def isolation(engine: Engine, arm: str, burst: bool = False) -> dict[str, Any]:
                         flying += 1
                     engine.core.step()
             ttft, cached, _ = engine.first_token(prompt + output + result, salt=salt, hints=hints)
-        samples.append({"cold_s": cold, "ttft_s": ttft, "cached_tokens": cached})
+            counters = handle.metrics() if handle is not None else {}
+        samples.append({"cold_s": cold, "ttft_s": ttft, "cached_tokens": cached, "counters": counters})
     return {
         "scenario": "isolation",
         "arm": arm + (", burst" if burst else ""),
@@ -393,6 +400,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.engine_study", description=__doc__)
     parser.add_argument("--scenario", choices=("isolation", "agents", "overhead", "all"), default="all")
     parser.add_argument("--json", type=Path, help="write results here, after every cell")
+    parser.add_argument("--events", type=Path, help="event log of retention, all cells in one file")
     parser.add_argument("--small", action="store_true", help="a tiny model and short cells, for a CPU")
     parser.add_argument("--pool", type=int, help="KV tokens (default 65536, small 4096)")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no cell after so many seconds")
@@ -403,20 +411,21 @@ def main(argv: list[str] | None = None) -> int:
         if args.pool < 2 * settings.isolation_context:
             raise ValueError(f"--pool must be at least {2 * settings.isolation_context}, got {args.pool}")
         settings = replace(settings, pool=args.pool)
-    engine = Engine(settings)
+    engine = Engine(settings, events=args.events)
     import torch
+    import vllm
 
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     report: dict[str, Any] = {
         "command": " ".join(["python -m bench.engine_study", *(sys.argv[1:] if argv is None else argv)]),
         "machine": machine,
-        "vllm": engine.version,
+        "vllm": vllm.__version__,
         "torch": torch.__version__,
         "settings": asdict(settings),
         "start_s": engine.started_s,
         "cells": [],
     }
-    print(f"vLLM {engine.version} on {machine}, started in {engine.started_s:.0f} s", flush=True)
+    print(f"vLLM {vllm.__version__} on {machine}, started in {engine.started_s:.0f} s", flush=True)
     engine.first_token(tokens(random.Random(1), settings.isolation_context, settings), salt=True, hints={})  # warm-up
     for name, measure in cells(engine, args.scenario):
         if time.perf_counter() - began > args.budget_s:

