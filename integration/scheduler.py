@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,7 +100,8 @@ class Retention:
             raise IntegrationError("retention is enabled already on this engine: disable it first")
         manager = scheduler.kv_cache_manager
         groups = manager.coordinator.single_type_managers
-        self.config = config
+        index = getattr(scheduler.vllm_config.parallel_config, "data_parallel_index", 0)
+        self.config = config = replace(config, events=_own(config.events, index), state=_own(config.state, index))
         self.faults: list[str] = []
         self.live = True
         self._scheduler = scheduler
@@ -519,6 +520,13 @@ def forget(scheduler: Any) -> None:
     """Leave no trace of retention that has failed."""
     if on(scheduler) is None and hasattr(scheduler, ATTRIBUTE):
         delattr(scheduler, ATTRIBUTE)
+
+
+def _own(path: str | None, index: int) -> str | None:
+    """Data parallel engines are configured alike, but write files of their own: name, name-dp1, name-dp2, ..."""
+    if path is None or not index:
+        return path
+    return str(Path(path).with_stem(f"{Path(path).stem}-dp{index}"))
 
 
 def _load(path: str | None) -> dict[str, Any] | None:

@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import random
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from bench.soak import made_up_llama
@@ -197,7 +199,8 @@ async def dp2() -> None:
             last = answer
         return last
 
-    handle = await integration.aenable(engine, policy="fixed", ttl_s=600.0, guardrail=False)
+    events = Path(tempfile.mkdtemp(prefix="kvq-dp-"), "events.jsonl")
+    handle = await integration.aenable(engine, policy="fixed", ttl_s=600.0, guardrail=False, events=events)
 
     async def ask(op: str, **payload: Any) -> Any:
         return await handle.connection.acall(op, **payload)
@@ -221,6 +224,8 @@ async def dp2() -> None:
     assert await engine.reset_prefix_cache() and (await ask("metrics"))["kvq_pins"] == 0
     last = await integration.adisable(engine)
     assert last["enabled"] is False and [core["faults"] for core in last["engines"]] == [[], []]
+    for rank, name in enumerate(("events.jsonl", "events-dp1.jsonl")):
+        assert events.with_name(name).read_text().count('"event":"reuse"') == 1, rank
     engine.shutdown()
     print("OK")
 

@@ -266,7 +266,8 @@ def test_pins_of_the_whole_pool_with_absurd_hints_stop_nobody(server):
     assert answer.usage.completion_tokens == 60 and answer.usage.prompt_tokens > 16 * BLOCK
     until(lambda: server.metrics()["kvq_evictions_total"] > before)
     for i in range(6):
-        server.chat(conversation(f"idle{i}"), f"idle{i}", extra_body={"vllm_xargs": {"kvq_release": True}})
+        bye = [{"role": "user", "content": "Bye."}]
+        server.chat(bye, f"idle{i}", max_tokens=1, extra_body={"vllm_xargs": {"kvq_release": True}})
     until(lambda: not any(row["blocks"] for name, row in server.programs().items() if name.startswith("idle")))
 
 

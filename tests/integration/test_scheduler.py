@@ -769,6 +769,20 @@ def test_what_was_learned_is_kept_over_a_restart(tmp_path):
     engine(policy="value", state=str(path))  # a damaged file does not keep the engine from starting
 
 
+def test_data_parallel_engines_write_files_of_their_own(tmp_path, monkeypatch):
+    files = {"events": str(tmp_path / "events.jsonl"), "state": str(tmp_path / "learned.json")}
+    for index in (0, 2):
+        fake = FakeEngine()
+        monkeypatch.setattr(fake.scheduler.vllm_config.parallel_config, "data_parallel_index", index)
+        retention = fake.enable(**files)
+        fake.turn(200, 2, "agent", kvq_tool_name="bash")
+        retention.disable()
+    names = ["events-dp2.jsonl", "events.jsonl", "learned-dp2.json", "learned.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    for name in names[:2]:
+        assert (tmp_path / name).read_text().count('"event":"pin"') == 1
+
+
 def test_shutdown_saves_and_closes(tmp_path):
     fake = engine(policy="value", state=str(tmp_path / "s"), events=str(tmp_path / "e"))
     fake.turn(60, 2, "agent")
