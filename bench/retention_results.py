@@ -242,9 +242,9 @@ READING = """\
 * In the flood, `value` and `clairvoyant` let returns that have their lease pass plain requests that came up to 5 s
   before them (`ahead_s`); first come, first served, the burst took their memory while they waited.
 * How settings of `value` were chosen: `overcommit` on seeds 0 and 1 of the synthetic cells, `ahead_s` and the
-  admission of lost returns on the seeds of the flood and of claude-code, `horizon` on seeds 1002 to 1007 of the load
-  sweep, which are in no table. Closed loops and one mix of tools are one kind of traffic; other traffic has other
-  numbers."""
+  admission of lost returns on the seeds of the flood and of claude-code; on seeds that are in no table: `horizon` on
+  1002 to 1007 of the load sweep, how waits longer than any seen are expected to go on on 1002 to 1021 of the long
+  tools. Closed loops and one mix of tools are one kind of traffic; other traffic has other numbers."""
 
 
 def describe(settings: dict[str, float]) -> str:

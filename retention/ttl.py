@@ -6,9 +6,10 @@ Kaplan-Meier estimator (Kaplan & Meier 1958) uses both:
 
     S(t) = P(D > t) = product over return times t_i <= t of (1 - d_i / n_i)
 
-with d_i returns at t_i and n_i waits known to last at least until t_i, plus one imaginary wait that never ends
-(Laplace's rule of succession), so that few observations never claim certainty. Given that a tool has run for e
-seconds already, the residual life is S(e + u) / S(e).
+with d_i returns at t_i and n_i waits known to last at least until t_i. One imaginary wait, spread over the prior, is
+counted with them (the Bayes estimator of Susarla & Van Ryzin 1976): few observations never claim certainty, and a tool
+that has run longer than any wait seen is expected as the prior says, not given up. Given that it has run for e seconds
+already, the residual life is S(e + u) / S(e).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from retention.toolcalls import ToolCall, tool_class
 Mode = Literal["fixed", "ema", "survival"]
 Calls = Sequence[ToolCall] | None
 
-# Deciles of durations in seconds that stand for what nobody has measured yet. Tools: between the SWE agents of
-# agentcgroup (Bash p50 6.5 s, reads 13 ms) and interactive coding traces (p50 9 s, p90 67 s). People: minutes.
+# Seconds by which 1/11, 2/11, ... 10/11 of the waits have ended, where nobody has measured yet. Tools: between the SWE
+# agents of agentcgroup (Bash p50 6.5 s, reads 13 ms) and interactive coding traces (p50 9 s, p90 67 s). People:
+# minutes.
 TOOL_PRIOR = (0.03, 0.1, 0.5, 1.0, 2.0, 5.0, 9.0, 15.0, 30.0, 90.0)
 PERSON_PRIOR = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 
@@ -50,22 +52,28 @@ class Survival:
         self.held = tuple(held)
 
     @classmethod
-    def fit(cls, waits: Iterable[Sequence[float]]) -> Survival:
-        """Kaplan-Meier from (seconds, returned) pairs; `returned` false means censored. Ties: returns come first."""
-        ordered = sorted(waits, key=lambda w: (w[0], not w[1]))
-        at_risk = len(ordered) + 1
+    def fit(cls, waits: Iterable[Sequence[float]], prior: Survival | None = None) -> Survival:
+        """Kaplan-Meier from (seconds, returned) pairs; `returned` false means censored. Ties: returns come first.
+        prior: distribution of the one imaginary wait; None: it never ends (Laplace's rule of succession).
+        """
+        weighted = [(seconds, not returned, 1.0) for seconds, returned in waits]
+        at_risk = len(weighted) + 1.0
+        if prior is not None:
+            steps = zip(prior.times, prior.cdf, (0.0, *prior.cdf))
+            weighted += [(seconds, False, after - before) for seconds, after, before in steps]
+        weighted.sort()
         times: list[float] = []
         cdf: list[float] = []
         alive = 1.0
-        for seconds, returned in ordered:
-            if returned:
-                alive *= 1.0 - 1.0 / at_risk
+        for seconds, censored, weight in weighted:
+            if not censored:
+                alive *= 1.0 - weight / at_risk
                 if times and times[-1] == seconds:
                     cdf[-1] = 1.0 - alive
                 else:
                     times.append(seconds)
                     cdf.append(1.0 - alive)
-            at_risk -= 1
+            at_risk -= weight
         return cls(times, cdf)
 
     @classmethod
@@ -120,9 +128,12 @@ class Survival:
 
 
 Record = list[float]  # [seconds, returned]; shared by the windows it was written to, completed in place
+_PARTS = [i / 11 for i in range(1, 11)]
+# Of tools that run on, half of those that have lasted t seconds last 2t: no time is special (Pareto), up to an hour.
+_DOUBLED = [TOOL_PRIOR[-1] * 2**k for k in range(1, 6)]
 PRIORS = {
-    "tool": Survival(TOOL_PRIOR, [i / 11 for i in range(1, 11)]),
-    "person": Survival(PERSON_PRIOR, [i / 11 for i in range(1, 11)]),
+    "tool": Survival([*TOOL_PRIOR, *_DOUBLED], [*_PARTS, *(1.0 - 2**-k / 11 for k in range(1, 6))]),
+    "person": Survival(PERSON_PRIOR, _PARTS),
 }
 
 
@@ -136,9 +147,9 @@ class _Window:
         self.new = 0
         self._curve: Survival | None = None
 
-    def fit(self) -> Survival:
+    def fit(self, prior: Survival) -> Survival:
         if self._curve is None or self.new > len(self.waits) // 16:
-            self._curve = Survival.fit(self.waits)
+            self._curve = Survival.fit(self.waits, prior)
             self.new = 0
         return self._curve
 
@@ -203,13 +214,14 @@ class TTLPredictor:
     def curve(self, calls: Calls) -> Survival:
         """The distribution that is used for such a wait."""
         keys = _keys(calls)
+        prior = PRIORS["person" if keys[-1] == "person" else "tool"]
         for key in keys:
             window = self._windows.get(key)
             if window and len(window.waits) >= self.min_samples:
-                return window.fit()
+                return window.fit(prior)
         if calls and len(calls) > 1:
             return Survival.longest([self.curve((call,)) for call in dict.fromkeys(calls)])
-        return PRIORS["person" if keys[-1] == "person" else "tool"]
+        return prior
 
     def ttl(
         self, calls: Calls, *, benefit: float = 1.0, rate: float = 0.0, elapsed: float = 0.0, cap: float = math.inf
