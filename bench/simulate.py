@@ -15,7 +15,8 @@ import os
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +28,7 @@ from retention import ProgramKey, ToolCall, TurnArrived, TurnFinished, make_poli
 from retention.policy import Policy
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 MAX_NUM_SEQS = 256
@@ -197,18 +199,13 @@ class Simulator:
 
     def run(self) -> Result:
         """Simulate until every agent has ended (plain requests may be left over)."""
-        was_enabled = gc.isenabled()
-        gc.disable()  # millions of short-lived objects, no cycles among them
-        try:
+        with _no_gc():
             self._admit_first()
             while self._unfinished():
                 self._deliver()
                 self._tick()
                 if not self._scheduler.has_unfinished_requests() or not self._step():
                     self._wait()
-        finally:
-            if was_enabled:
-                gc.enable()
         return self._result()
 
     def _unfinished(self) -> bool:
@@ -321,27 +318,12 @@ class Simulator:
     def _step(self) -> bool:
         """Schedule and run one step, or several decode steps as one. False: nothing was scheduled."""
         scheduler = self._scheduler
-        waiting, running = scheduler.waiting, scheduler.running
         count, now = self._decode_steps()
         quiet, others = self._quiet(count)
         scheduled: dict[str, int] = {}
         if others or not quiet:
-            if count:
-                more = [0] * (count - 1)  # the last token comes from update_from_output
-                for request in others:
-                    request.append_output_token_ids(more)
-                scheduler.waiting = self._nobody  # its head was refused; a tick may have changed that for later steps
-            if quiet:
-                scheduler.running = others.copy()
-                scheduler.max_num_scheduled_tokens = MAX_BATCHED_TOKENS - (0 if count else len(quiet))
-            output = scheduler.schedule()
-            scheduler.waiting = waiting
-            if quiet:
-                scheduler.running = running + scheduler.running[len(others) :]
-                scheduler.max_num_scheduled_tokens = MAX_BATCHED_TOKENS
+            output = self._schedule(count, quiet, others)
             scheduled = output.num_scheduled_tokens
-            self._calls += 1
-            self._preemptions += len(output.preempted_req_ids or ())
             if not scheduled:
                 return False
         if count:
@@ -349,15 +331,38 @@ class Simulator:
             sampled: list[list[int]] = [[0] for _ in scheduled]
         else:
             sampled = self._run_step(scheduled, quiet)
-        self._steps += count or 1
-        tokens = [0] * (count or 1)
+        steps = count or 1
+        self._steps += steps
+        tokens = [0] * steps
         for request in quiet:
-            request.num_computed_tokens += len(tokens)
+            request.num_computed_tokens += steps
             request.append_output_token_ids(tokens)
         if scheduled:
-            index = {request_id: i for i, request_id in enumerate(scheduled)}
-            scheduler.update_from_output(output, self._output(list(scheduled), index, sampled_token_ids=sampled))
+            names = list(scheduled)
+            index = dict(zip(names, range(len(names))))
+            scheduler.update_from_output(output, self._output(names, index, sampled_token_ids=sampled))
         return True
+
+    def _schedule(self, count: int, quiet: list[Request], others: list[Request]) -> SchedulerOutput:
+        """One call of the scheduler, which does not see the quiet requests; count: see `_quiet`."""
+        scheduler = self._scheduler
+        waiting, running = scheduler.waiting, scheduler.running
+        if count:
+            more = [0] * (count - 1)  # the last token comes from update_from_output
+            for request in others:
+                request.append_output_token_ids(more)
+            scheduler.waiting = self._nobody  # its head was refused; a tick may have changed that for later steps only
+        if quiet:
+            scheduler.running = others.copy()
+            scheduler.max_num_scheduled_tokens = MAX_BATCHED_TOKENS - (0 if count else len(quiet))
+        output: SchedulerOutput = scheduler.schedule()
+        scheduler.waiting = waiting
+        if quiet:
+            scheduler.running = running + scheduler.running[len(others) :]
+            scheduler.max_num_scheduled_tokens = MAX_BATCHED_TOKENS
+        self._calls += 1
+        self._preemptions += len(output.preempted_req_ids or ())
+        return output
 
     def _quiet(self, count: int) -> tuple[list[Request], list[Request]]:
         """The running requests in two parts, for `count` decode steps or, if that is 0, one step of any kind: those
@@ -458,7 +463,7 @@ class Simulator:
             return 0, 0.0
         event = self._events[0][0] if self._events else float("inf")
         batch, kv_tokens = len(running), sum(request.num_computed_tokens for request in running)
-        seconds = self._step_time.step
+        fixed, per_token = self._step_time.decode(batch)
         queue = self._retained.queue if self._retained is not None else None
         count, at, ticked = 0, self._now, False
         while count < limit and (at < event or not count):
@@ -471,7 +476,7 @@ class Simulator:
                             break
                 if not self._tick_during_decode(at, bisect_right(grow, count)):
                     break
-            at += seconds(batch, 0.0, kv_tokens)
+            at += fixed + kv_tokens * per_token
             kv_tokens += batch
             count += 1
         return count, at
@@ -521,6 +526,18 @@ class Simulator:
             retained_block_seconds=self._retained.block_seconds if self._retained is not None else 0.0,
             status=status,
         )
+
+
+@contextmanager
+def _no_gc() -> Iterator[None]:
+    """For millions of short-lived objects with no cycles among them, and for modules that stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Zeros(Sequence[int]):
@@ -612,7 +629,8 @@ def main(argv: list[str] | None = None) -> int:
         programs += plain_requests(int(args.fillers * 30 * turns / args.concurrency) + 1, args.fillers, args.seed)
     workload = closed_loop(workload.name, programs, args.concurrency, 20.0, args.seed)
     maker = None if args.policy == "none" else policy_maker(args.policy)
-    simulator = Simulator(workload, maker, step_time, args.blocks)
+    with _no_gc():
+        simulator = Simulator(workload, maker, step_time, args.blocks)
     cpu = time.process_time()
     result = simulator.run()
     cpu = time.process_time() - cpu

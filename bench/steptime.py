@@ -119,6 +119,10 @@ class StepTime:
         linear = max(self._weights, tokens * self._token)  # type: ignore[attr-defined]
         return self._fixed + linear + pairs * self._pair + kv_tokens * self._kv_token  # type: ignore[attr-defined]
 
+    def decode(self, batch: int) -> tuple[float, float]:
+        """(seconds, seconds per cached token) of a step of `batch` requests that decode; their sum is `step`'s."""
+        return self.step(batch, 0.0, 0), self._kv_token  # type: ignore[attr-defined]
+
     def prefill_seconds(self, new: int, context: int = 0, chunk: int = 8192) -> float:
         """Seconds to prefill `new` tokens after `context` cached ones, alone on the GPU, in chunks."""
         total = 0.0

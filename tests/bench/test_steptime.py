@@ -30,6 +30,13 @@ def test_a_decode_step_reads_weights_and_cache():
     assert model.step(8, 0, 80_000) - model.step(8, 0, 0) == pytest.approx(80_000 * 131072 / bandwidth)
 
 
+def test_the_two_parts_of_a_decode_step_are_the_step_to_the_last_bit():
+    model = StepTime(GPUS["H100"])
+    for batch, kv_tokens in ((1, 1), (7, 123_457), (256, 1_000_003)):
+        fixed, per_token = model.decode(batch)
+        assert fixed + kv_tokens * per_token == model.step(batch, 0.0, kv_tokens)
+
+
 def test_prefill_grows_with_its_context_and_with_the_square_of_its_length():
     model = StepTime(GPUS["H100"])
     assert model.prefill_seconds(1000, context=30_000) > model.prefill_seconds(1000)
