@@ -28,8 +28,8 @@ STATUS_FIELDS = ("bad_slots", "not_finite", "clamped_rows", "bad_positions")
 def new_status(device: torch.device | str) -> torch.Tensor:
     """int32 [4] of zeros, device counters (STATUS_FIELDS).
 
-    bad_slots, bad_positions: tokens skipped. not_finite: heads of tokens skipped (clamped with on_nonfinite="clamp").
-    clamped_rows: rows of a token, head, and K or V that went beyond fp16 range once encoded.
+    bad_slots, bad_positions: tokens skipped. Of rows of a token, head, and K or V, not_finite: that hold NaN or inf,
+    skipped (clamped with on_nonfinite="clamp"); clamped_rows: that went beyond fp16 range once encoded.
     """
     return torch.zeros(len(STATUS_FIELDS), dtype=torch.int32, device=device)
 
@@ -97,7 +97,7 @@ def write_pages(
     A slot is page * page_size + row; negative slots are skipped. ``positions`` [tokens] are needed when the transform
     has an offset. Tokens of a hot page are also stored, unchanged, in the hot pool. Raises ValueError or TypeError for
     arguments that do not fit; with ``check="sync"`` also for slots or positions out of range and NaN or inf. With
-    ``check="flag"`` a token that holds NaN or inf is skipped: by the kernel in the heads that hold it, on CPU in all.
+    ``check="flag"`` a token that holds NaN or inf is skipped: by the kernel in the rows that hold it, on CPU in all.
     """
     check_pages(pages, layout)
     check_tokens("key", key, layout, pages)
@@ -177,7 +177,7 @@ def _flagged_slots(
         bad = (slots >= 0) & ((positions < 0) | (positions > transform.max_position))
         status[3] += bad.sum()
         slots[bad] = -1
-    bad = (slots >= 0)[:, None] & ~(torch.isfinite(key).all(-1) & torch.isfinite(value).all(-1))
+    bad = (slots >= 0)[:, None] & ~torch.cat([torch.isfinite(key), torch.isfinite(value)], 1).all(-1)
     status[1] += bad.sum()
     if on_nonfinite == "raise":
         slots[bad.any(-1)] = -1

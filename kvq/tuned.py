@@ -1,8 +1,9 @@
-"""Launch configurations of decode: measured on a GPU (``python -m kvq.tune``), kept as JSON, picked by DecodePlan.
+"""Launch configurations of decode and of quantize-on-write: measured on a GPU (``python -m kvq.tune``), kept as JSON.
 
 A file is for one device. ``pick`` looks for the device's name, then for its compute capability, then takes
 ``DecodeConfig()``. Within a file it takes the entry of the same scheme and offset whose shape class shares most with
-the plan's. Files come from kernels/tuned and, before those, from the file that the environment's KVQ_TUNED names.
+the plan's. ``pick_write`` takes the entry of just its class, or ``default_write``. Files come from kernels/tuned and,
+before those, from the file that the environment's KVQ_TUNED names.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from kvq.page import PAGE_SIZES, PageLayout
 from kvq.scheme import HEAD_DIMS
 
 FORMAT = 2
+SMALL_WRITE = 1024  # tokens
 FOLDER = Path(__file__).parent / "kernels" / "tuned"
 ENVIRONMENT = "KVQ_TUNED"
 
@@ -45,6 +48,21 @@ class DecodeConfig:
     maxnreg: int | None = None
 
 
+@dataclass(frozen=True)
+class WriteConfig:
+    """Launch configuration of the write kernel: ``tokens`` and warps of a program. ``values``: when V is read, "late"
+    after K is packed, "prefetch" then too but asked into L2 with K, "early" with K, before anything is computed, or
+    "apart" by programs of their own. ``maxnreg``: most registers, None leaves them to the compiler."""
+
+    tokens: int = 16
+    num_warps: int = 4
+    values: str = "early"
+    maxnreg: int | None = None
+
+
+VALUES = ("late", "prefetch", "early", "apart")
+
+
 class ShapeClass(NamedTuple):
     """What a configuration depends on. ``rows``: 8 or 16 query rows a program; ``pairs``: whether keys have an offset;
     ``workload``: "small" where a plan has at most one (sequence, kv head) a multiprocessor, else "large"."""
@@ -55,6 +73,15 @@ class ShapeClass(NamedTuple):
     rows: int
     head_dim: int
     page_size: int
+
+
+class WriteClass(NamedTuple):
+    """What a WriteConfig depends on. ``pairs``: as in ShapeClass; ``workload``: "small" up to SMALL_WRITE tokens."""
+
+    scheme: str
+    pairs: bool
+    workload: str
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +96,7 @@ class Tuned:
     measured: bool
     source: str
     entries: dict[ShapeClass, DecodeConfig]
+    writes: dict[WriteClass, WriteConfig]
 
 
 def load(path: str | Path) -> Tuned:
@@ -96,24 +124,36 @@ def load(path: str | Path) -> Tuned:
     classes = {}
     for i, entry in enumerate(entries):
         _check(path, f"entries[{i}]", entry, isinstance(entry, dict), "an object")
-        shape = _shape_class(path, f"entries[{i}]", entry)
+        shape = ShapeClass(**_class(path, f"entries[{i}]", entry, ShapeClass._fields))
         _check(path, f"entries[{i}]", tuple(shape), shape not in classes, "one entry a shape class")
         classes[shape] = _config(path, f"entries[{i}].config", entry.get("config"))
+    rows = data.get("writes", [])  # files of before there were any have none
+    _check(path, "writes", rows, isinstance(rows, list), "a list of objects")
+    writes = {}
+    for i, entry in enumerate(rows):
+        _check(path, f"writes[{i}]", entry, isinstance(entry, dict), "an object")
+        kind = WriteClass(**_class(path, f"writes[{i}]", entry, WriteClass._fields))
+        _check(path, f"writes[{i}]", tuple(kind), kind not in writes, "one entry a class")
+        writes[kind] = _write_config(path, f"writes[{i}].config", entry.get("config"))
     return Tuned(
         path, data["device"], (capability[0], capability[1]), data["triton"], data["date"], data["measured"],
-        data["source"], classes,
+        data["source"], classes, writes,
     )  # fmt: skip
 
 
 def save(
     path: str | Path,
     header: dict[str, Any],
-    entries: list[tuple[ShapeClass, DecodeConfig, dict[str, Any]]],
+    entries: Sequence[tuple[ShapeClass, DecodeConfig, dict[str, Any]]],
+    writes: Sequence[tuple[WriteClass, WriteConfig, dict[str, Any]]] = (),
 ) -> None:
-    """Write a file: ``header`` has the fields of Tuned but entries; each entry may carry more facts, e.g. its time."""
-    rows = [{**shape._asdict(), "config": asdict(config), **facts} for shape, config, facts in entries]
+    """Write a file: ``header`` has the fields of Tuned but entries and writes; each of those may carry more facts, e.g.
+    its time."""
     lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in {"format": FORMAT, **header}.items()]
-    lines.append(' "entries": [\n  ' + ",\n  ".join(json.dumps(row) for row in rows) + "\n ]")
+    for name, classes in (("entries", entries), ("writes", writes)):
+        rows = [json.dumps({**kind._asdict(), "config": asdict(config), **facts}) for kind, config, facts in classes]
+        if rows:
+            lines.append(f' "{name}": [\n  ' + ",\n  ".join(rows) + "\n ]")
     Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
@@ -141,6 +181,54 @@ def pick(
     shape = ShapeClass(layout.scheme.name, pairs > 0, workload, rows, layout.head_dim, layout.page_size)
     config = None if tuned is None else nearest(tuned.entries, shape)
     return fit(config or DecodeConfig(), layout, pairs, shared_limit(device))
+
+
+def pick_write(layout: PageLayout, tokens: int, *, pairs: int = 0, device: torch.device | str = "cuda") -> WriteConfig:
+    """The configuration for writing ``tokens`` tokens. Never raises for want of a file, as ``pick``."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return default_write(layout, tokens, pairs, 0)
+    properties = torch.cuda.get_device_properties(device)
+    tuned = _find(properties.name, (properties.major, properties.minor), os.environ.get(ENVIRONMENT))
+    config = None if tuned is None else tuned.writes.get(write_class(layout, tokens, pairs))
+    if config is None or write_shared_bytes(config, layout) > shared_limit(device):
+        config = default_write(layout, tokens, pairs, properties.major)
+    return config
+
+
+def write_class(layout: PageLayout, tokens: int, pairs: int) -> WriteClass:
+    workload = "small" if tokens <= SMALL_WRITE else "large"
+    return WriteClass(layout.scheme.name, pairs > 0, workload, layout.head_dim)
+
+
+def default_write(layout: PageLayout, tokens: int, pairs: int, major: int) -> WriteConfig:
+    """For a GPU of compute capability ``major``: from Hopper on, 64 rotated rows are one asynchronous product of four
+    warps; others keep the matrix of the rotation in registers."""
+    key, value = layout.scheme.key, layout.scheme.value
+    if tokens <= SMALL_WRITE:  # few programs: the shortest ones
+        return WriteConfig(16, 4, "apart")
+    wide = layout.head_dim > 128
+    values = "early" if key.bits == value.bits else "apart"  # the registers of two kinds of code would add up
+    if pairs:
+        values = "late"
+    if not (key.rotate or value.rotate):
+        return WriteConfig(16, 4 if wide else 2, values)
+    if major >= 9:
+        return WriteConfig(64, 4, values)
+    return WriteConfig(16, 4 if wide else 1, values)
+
+
+def write_shared_bytes(config: WriteConfig, layout: PageLayout) -> int:
+    """Upper bound of the shared memory of a write program: the rows of rotated tensors, both at once where V is read
+    early, and the matrices that rotate them."""
+    rows, matrices = [0], {}
+    for x in (layout.scheme.key, layout.scheme.value):
+        if x.rotate:
+            half = x.planes // 2 * max(16, next_pow2(layout.head_dim // x.planes))  # columns of half a row, padded
+            rows.append(2 * config.tokens * half * 2)
+            matrices[half] = 2 * half * half
+    scratch = 4096  # of reductions and conversions between register layouts
+    return (sum if config.values == "early" else max)(rows) + sum(matrices.values()) + scratch
 
 
 def shared_limit(device: torch.device) -> int:
@@ -239,7 +327,8 @@ def _check(path: str, name: str, value: Any, good: bool, allowed: str) -> None:
         raise ValueError(f"{path}: {name} is {value!r}; expected {allowed}")
 
 
-def _shape_class(path: str, where: str, entry: dict[str, Any]) -> ShapeClass:
+def _class(path: str, where: str, entry: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The fields ``names`` of a shape or write class."""
     allowed = {
         "scheme": lambda x: isinstance(x, str),
         "pairs": lambda x: isinstance(x, bool),
@@ -248,9 +337,9 @@ def _shape_class(path: str, where: str, entry: dict[str, Any]) -> ShapeClass:
         "head_dim": lambda x: _is_int(x) and x in HEAD_DIMS,
         "page_size": lambda x: _is_int(x) and x in PAGE_SIZES,
     }
-    for name, good in allowed.items():
-        _check(path, f"{where}.{name}", entry.get(name), good(entry.get(name)), "a shape class that decode has")
-    return ShapeClass(**{name: entry[name] for name in ShapeClass._fields})
+    for name in names:
+        _check(path, f"{where}.{name}", entry.get(name), allowed[name](entry.get(name)), "a shape class that kvq has")
+    return {name: entry[name] for name in names}
 
 
 def _config(path: str, where: str, config: Any) -> DecodeConfig:
@@ -266,6 +355,23 @@ def _config(path: str, where: str, config: Any) -> DecodeConfig:
         number = _is_int(x) or (name == "programs" and isinstance(x, float))
         _check(path, f"{where}.{name}", x, number and lo <= x <= hi, f"{lo}..{hi}")
     _check(path, f"{where}.num_warps", config["num_warps"], config["num_warps"] in (1, 2, 4, 8), "a power of two")
+    _check_maxnreg(path, where, config)
+    return DecodeConfig(**config)
+
+
+def _write_config(path: str, where: str, config: Any) -> WriteConfig:
+    names = {f.name for f in fields(WriteConfig)}
+    good = isinstance(config, dict) and set(config) == names
+    _check(path, where, config, good, f"an object of {', '.join(sorted(names))}")
+    choices: dict[str, tuple[Any, ...]] = {"tokens": (16, 32, 64, 128), "num_warps": (1, 2, 4, 8), "values": VALUES}
+    for name, allowed in choices.items():
+        x = config[name]
+        good = x in allowed and not isinstance(x, (bool, float))
+        _check(path, f"{where}.{name}", x, good, f"one of {', '.join(map(str, allowed))}")
+    _check_maxnreg(path, where, config)
+    return WriteConfig(**config)
+
+
+def _check_maxnreg(path: str, where: str, config: dict[str, Any]) -> None:
     x = config["maxnreg"]
     _check(path, f"{where}.maxnreg", x, x is None or (_is_int(x) and 32 <= x <= 255), "null or 32..255")
-    return DecodeConfig(**config)

@@ -6,6 +6,7 @@ specialisation and constants are those of a real launch.
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
 import subprocess
@@ -24,6 +25,8 @@ from triton.runtime.jit import JITFunction
 
 BIN = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 INSTRUCTION = re.compile(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+LABEL = re.compile(r"\s*(\.L_x_\d+):")
+TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 TYPES = {
     torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -33,13 +36,15 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a kernel. ``loop``: instructions of the main loop's body, by mnemonic."""
+    """What the compiler made of a kernel. Instructions by mnemonic: ``loop``, of the main loop's body; ``path``, on the
+    shortest way through the kernel, on which nothing is wrong and nothing is optional."""
 
     registers: int
     stack_bytes: int
     spill_bytes: int
     shared_bytes: int
     loop: Counter[str] = field(repr=False)
+    path: Counter[str] = field(repr=False)
 
     @property
     def loop_instructions(self) -> int:
@@ -76,7 +81,7 @@ def compile_kernel(
         sass = _tool("nvdisasm", "-c", f.name)
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
     spills = sum(4 * len(re.findall(rf"\b{op}\b", sass)) for op in ("LDL", "STL"))
-    return Compiled(registers, stack, spills, binary.metadata.shared, _main_loop(sass))
+    return Compiled(registers, stack, spills, binary.metadata.shared, _main_loop(sass), _shortest_path(sass))
 
 
 class Launch(NamedTuple):
@@ -127,7 +132,7 @@ def _tool(name: str, *args: str) -> str:
 
 def _main_loop(sass: str) -> Counter[str]:
     lines = sass.splitlines()
-    labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
+    labels = {m.group(1): i for i, line in enumerate(lines) if (m := LABEL.match(line))}
     spans = [
         (labels[m.group(1)], i)
         for i, line in enumerate(lines)
@@ -140,3 +145,33 @@ def _main_loop(sass: str) -> Counter[str]:
     return max(
         bodies, key=lambda body: (any(op.startswith("LDGSTS") for op in body), sum(body.values())), default=Counter()
     )
+
+
+def _shortest_path(sass: str) -> Counter[str]:
+    """Instructions from the first to an EXIT or RET by as few as possible, calls not followed (Dijkstra)."""
+    code: list[tuple[str, str]] = []  # mnemonic and line
+    labels = {}
+    for line in sass.splitlines():
+        if m := LABEL.match(line):
+            labels[m.group(1)] = len(code)
+        elif m := INSTRUCTION.search(line):
+            code.append((m.group(1), line))
+    queue, reached = [(0, 0, -1)], dict[int, int]()  # instructions before, place, place before
+    while queue:
+        count, at, before = heapq.heappop(queue)
+        if at in reached or at >= len(code):
+            continue
+        reached[at] = before
+        op, line = code[at]
+        if op.split(".")[0] in ("EXIT", "RET"):
+            path = [at]
+            while path[-1] != 0:
+                path.append(reached[path[-1]])
+            return Counter(code[i][0] for i in path if code[i][0] != "NOP")
+        count += op != "NOP"
+        branch = TARGET.search(line) if op.startswith("BRA") else None
+        if branch:
+            heapq.heappush(queue, (count, labels[branch.group(1)], at))
+        if not branch or re.search(r"@!?U?P\w+\s+BRA|BRA\S*\s+!?U?P\w+,", line):
+            heapq.heappush(queue, (count, at + 1, at))
+    return Counter()

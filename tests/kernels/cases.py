@@ -18,6 +18,7 @@ from kvq.page import PageLayout
 from kvq.reference import HotPool
 from kvq.scheme import INT4, INT4_SYM, INT8, K8V4, QuantScheme
 from kvq.transform import KeyTransform
+from kvq.tuned import WriteConfig
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def write_reference(batch: Batch) -> None:
         reference.write(batch.pages, batch.layout, key, value, slots, positions, batch.transform, batch.hot)
 
 
-def write_kernel(batch: Batch, config: quantize.WriteConfig | None = None) -> torch.Tensor:
+def write_kernel(batch: Batch, config: WriteConfig | None = None) -> torch.Tensor:
     """Writes the batch through the kernel and returns the status word."""
     status = new_status(batch.pages.device)
     for key, value, slots, positions in batch.tokens:

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from kvq import INT4, INT8, DecodeConfig
+from kvq import INT4, INT8, K8V4, DecodeConfig
 from kvq.kernels.inspect import Launch, compile_launch, launches_of
-from kvq.kernels.quantize import WriteConfig
-from kvq.tuned import fit
+from kvq.tuned import default_write, fit
 from tests.kernels import cases
 
 KIB = 1024
@@ -30,7 +29,7 @@ def kernels(capability: int) -> list[tuple[str, cases.Case, list[Launch]]]:
     def add(case: cases.Case, *parts: str) -> None:
         batch = cases.make_batch(case, "cpu")
         config = fit(DecodeConfig(), batch.layout, case.pairs, SHARED[capability])
-        chunk = WriteConfig.default(8192, case.head_dim, case.scheme.key.rotate, capability // 10)
+        chunk = default_write(batch.layout, 8192, case.pairs, capability // 10)
         calls = {
             "write": lambda: cases.write_kernel(replace(batch, tokens=batch.tokens[:1])),
             "write a chunk": lambda: cases.write_kernel(replace(batch, tokens=batch.tokens[:1]), chunk),
@@ -46,6 +45,9 @@ def kernels(capability: int) -> list[tuple[str, cases.Case, list[Launch]]]:
         add(replace(BASE, name="d64", head_dim=64), "decode")
         add(replace(BASE, name="d128-hot-bf16", hot=True, dtype=torch.bfloat16), "decode")
         add(replace(BASE, name="d128-offset", mu=3.0, pairs=16, pair_scale=True), "decode")
+    if capability == 90:
+        add(replace(BASE, name="d128-hot-bf16", hot=True, dtype=torch.bfloat16), "write a chunk")
+        add(replace(BASE, name="d256-k8v4", scheme=K8V4, head_dim=256), "write a chunk")
     if capability == 89:
         add(replace(BASE, name="d256-int8-page128", scheme=INT8, head_dim=256, page_size=128), "decode")
     return out
@@ -56,9 +58,8 @@ def main(capability: int) -> list[dict[str, Any]]:
     for part, case, launches in kernels(capability):
         for launch in launches:
             name = launch.kernel.__name__
-            if (part, name, case.name) in seen or (
-                name != "decode_kernel" and "compact" not in name and case is not BASE
-            ):
+            asked_for = name in ("decode_kernel", "write_kernel") or "compact" in name
+            if (part, name, case.name) in seen or not (asked_for or case is BASE):
                 continue
             seen.add((part, name, case.name))
             made = compile_launch(launch, capability)
@@ -80,6 +81,13 @@ def main(capability: int) -> list[dict[str, Any]]:
                     "instructions_per_element": made.loop_instructions * 32 * warps / elements,
                 }
             )
+            if name == "write_kernel":
+                tensors = 1 if launch.arguments["VALUES"] == "apart" else 2
+                written = tensors * launch.arguments["T"] * case.head_dim
+                rows[-1] |= {
+                    "instructions_per_element": made.path.total() * 32 * warps / written,
+                    "barriers": sum(n for op, n in made.path.items() if op.startswith("BAR")),
+                }
     return rows
 
 

@@ -14,6 +14,8 @@ from tests.kernels.compile_check import SHARED
 
 # At 80 % of the read bandwidth an H200 has about 4 issue slots an element of K or V.
 INSTRUCTIONS_PER_ELEMENT = 3.0
+# A chunk of INT4 took 10.9 and 21 barriers when it was written at half the bandwidth of an H200.
+WRITE_INSTRUCTIONS, WRITE_BARRIERS = 10.0, 8
 
 
 @pytest.mark.parametrize("capability", SHARED)
@@ -32,11 +34,16 @@ def test_kernels_fit_the_gpu(capability: int) -> None:  # vLLM #36802, #46721
         row["kernel"] for row in rows
     }
     for row in rows:
-        if not row["case"].startswith("d256"):  # one warp holds too little for head size 256: it spills, and is correct
+        if not row["case"].startswith(
+            "d256-int8"
+        ):  # one warp holds too little for head size 256: it spills, and is correct
             assert row["spill_bytes"] == 0 and row["stack_bytes"] == 0, row
         assert row["shared_bytes"] <= SHARED[capability], row
-        if row["part"] == "write a chunk" and capability == 90:
+        if row["part"] == "write a chunk" and capability == 90 and row["case"] in ("d128", "d128-hot-bf16"):
             assert row["registers"] <= 128, row  # four programs of four warps a multiprocessor
+        if row["part"] == "write a chunk" and capability == 90 and row["case"] == "d128":
+            assert row["instructions_per_element"] <= WRITE_INSTRUCTIONS, row
+            assert row["barriers"] <= WRITE_BARRIERS, row
         if row["kernel"] == "decode_kernel":
             assert row["async_16_bytes"] > row["async_narrow"], row
             if row["case"] in ("d128", "d128-int8", "d128-hot-bf16"):

@@ -10,7 +10,9 @@ from kvq import reference
 from kvq.kernels import quantize
 from kvq.ops import new_status, write_pages
 from kvq.page import PageLayout
+from kvq.reference import HotPool
 from kvq.scheme import INT4, INT4_SYM, INT8, K8V4, QuantScheme
+from kvq.tuned import WriteConfig
 from tests import tolerances
 from tests.kernels import cases
 
@@ -66,11 +68,26 @@ def test_write_stores_what_the_reference_stores(case: cases.Case) -> None:
             assert case.lens[i] == 0 or cases.relative_error(a, b) < 0.01
 
 
+@some("d128-g4", "page32-k8v4-hot", "everything")
+def test_what_is_stored_does_not_depend_on_when_values_are_read(case: cases.Case) -> None:
+    first = cases.make_batch(case, "cpu")
+    cases.write_kernel(first, WriteConfig(16, 4, "late"))
+    for tokens, values in ((16, "early"), (32, "early"), (64, "apart"), (16, "prefetch")):
+        batch = cases.make_batch(case, "cpu")
+        assert cases.write_kernel(batch, WriteConfig(tokens, 4, values)).tolist() == [0, 0, 0, 0]
+        assert torch.equal(batch.pages, first.pages), (tokens, values)
+        if batch.hot is not None and first.hot is not None:
+            assert torch.equal(batch.hot.pool.view(torch.int16), first.hot.pool.view(torch.int16))
+
+
+@pytest.mark.parametrize("values", ["early", "apart"])
 @pytest.mark.parametrize("clamp", [False, True], ids=["skip", "clamp"])
 @pytest.mark.parametrize(
     ("scheme", "head_dim"), [(INT4, 64), (INT4, 96), (INT4_SYM, 80), (INT8, 64), (K8V4, 128)], ids=str
 )
-def test_write_counts_bad_tokens_and_leaves_them_out(scheme: QuantScheme, head_dim: int, clamp: bool) -> None:
+def test_write_counts_bad_rows_and_leaves_them_out(
+    scheme: QuantScheme, head_dim: int, clamp: bool, values: str
+) -> None:
     """NaN and inf in any part of a row, rows beyond fp16, slots that do not exist; counted as on CPU."""
     layout, g = PageLayout(scheme, 16, 2, head_dim), torch.Generator().manual_seed(0)
     key, value = (torch.randn(20, 2, head_dim, generator=g).to(torch.bfloat16) for _ in range(2))
@@ -80,16 +97,25 @@ def test_write_counts_bad_tokens_and_leaves_them_out(scheme: QuantScheme, head_d
     slots[6], slots[7] = 32, -1
     got, want = (torch.zeros(2, layout.page_bytes, dtype=torch.uint8) for _ in range(2))
     status, want_status = new_status("cpu"), new_status("cpu")
-    quantize.write(got, layout, key, value, slots, status, clamp=clamp)
+    hot = HotPool(torch.zeros(1, 2, 2, 16, head_dim, dtype=key.dtype), torch.tensor([0, -1], dtype=torch.int32))
+    quantize.write(got, layout, key, value, slots, status, hot=hot, clamp=clamp, config=WriteConfig(16, 4, values))
     write_pages(
         want, layout, key, value, slots, check="flag", on_nonfinite="clamp" if clamp else "raise", status=want_status
     )
     assert status.tolist() == want_status.tolist()
     table = torch.arange(2)
-    for a, b in zip(reference.gather(got, layout, table, 20), reference.gather(want, layout, table, 20)):
+    stored = reference.gather(got, layout, table, 20)
+    for a, b in zip(stored, reference.gather(want, layout, table, 20)):
         assert cases.relative_error(a[[0, *range(8, 20)]], b[[0, *range(8, 20)]]) < 0.01
         assert torch.isfinite(a).all() and not a[6:8].any()
-        assert a[1, 0].any() == clamp  # left out, or with zeros in place of NaN
+    assert stored[0][1, 0].any() == clamp  # left out, or with zeros in place of NaN
+    assert stored[1][1, 0].any()  # the other tensor of that head
+    for tensor, x in enumerate((key, value)):
+        rows = hot.pool[0, tensor].transpose(0, 1)[:6]
+        whole = torch.isfinite(x[:6]).all(-1)
+        assert torch.equal(rows[whole], x[:6][whole])
+        assert rows[~whole].any(-1).all() if clamp else not rows[~whole].any()
+        assert torch.isfinite(rows).all()
 
 
 @some(*WRITTEN)
