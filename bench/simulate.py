@@ -3,7 +3,7 @@
 The model is a step-time formula (`bench.steptime`); tools pause a program between its turns. A retention policy acts on
 the real block pool (`integration.pool`). Decode is fast-forwarded: while every running request decodes and nothing
 but the policy's ticks happens before, k steps are scheduled as one, which allocates the same blocks and ends at the
-same time.
+same time. A request that only gets a few tokens longer within its last block is counted on by hand.
 """
 
 from __future__ import annotations
