@@ -119,7 +119,10 @@ def load(path: str | Path) -> Tuned:
     pair = isinstance(capability, list) and len(capability) == 2 and all(_is_int(x) for x in capability)
     _check(path, "capability", capability, pair, "[major, minor]")
     entries = data.get("entries")
-    _check(path, "entries", entries, isinstance(entries, list) and entries != [], "a list of objects")
+    rows = data.get("writes", [])  # files of before there were any have none
+    _check(path, "writes", rows, isinstance(rows, list), "a list of objects")
+    good = isinstance(entries, list) and (entries != [] or rows != [])
+    _check(path, "entries", entries, good, "a list of objects")
     assert capability is not None and entries is not None
     classes = {}
     for i, entry in enumerate(entries):
@@ -127,8 +130,6 @@ def load(path: str | Path) -> Tuned:
         shape = ShapeClass(**_class(path, f"entries[{i}]", entry, ShapeClass._fields))
         _check(path, f"entries[{i}]", tuple(shape), shape not in classes, "one entry a shape class")
         classes[shape] = _config(path, f"entries[{i}].config", entry.get("config"))
-    rows = data.get("writes", [])  # files of before there were any have none
-    _check(path, "writes", rows, isinstance(rows, list), "a list of objects")
     writes = {}
     for i, entry in enumerate(rows):
         _check(path, f"writes[{i}]", entry, isinstance(entry, dict), "an object")
@@ -152,9 +153,30 @@ def save(
     lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in {"format": FORMAT, **header}.items()]
     for name, classes in (("entries", entries), ("writes", writes)):
         rows = [json.dumps({**kind._asdict(), "config": asdict(config), **facts}) for kind, config, facts in classes]
-        if rows:
-            lines.append(f' "{name}": [\n  ' + ",\n  ".join(rows) + "\n ]")
+        lines.append(f' "{name}": [' + ",".join(f"\n  {row}" for row in rows) + "\n ]")
     Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def rows_of(
+    file: Tuned | None,
+) -> tuple[list[tuple[ShapeClass, DecodeConfig, dict[str, Any]]], list[tuple[WriteClass, WriteConfig, dict[str, Any]]]]:
+    """Entries and writes of a loaded file with their other facts, as ``save`` takes them."""
+    if file is None:
+        return [], []
+    data = json.loads(Path(file.path).read_text(encoding="utf-8"))
+
+    def facts(row: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: value for name, value in row.items() if name not in (*names, "config")}
+
+    entries = [
+        (shape, config, facts(row, ShapeClass._fields))
+        for (shape, config), row in zip(file.entries.items(), data["entries"])
+    ]
+    writes = [
+        (kind, choice, facts(row, WriteClass._fields))
+        for (kind, choice), row in zip(file.writes.items(), data.get("writes", []))
+    ]
+    return entries, writes
 
 
 def pick(
@@ -208,9 +230,9 @@ def default_write(layout: PageLayout, tokens: int, pairs: int, major: int) -> Wr
     if tokens <= SMALL_WRITE:  # few programs: the shortest ones
         return WriteConfig(16, 4, "apart")
     wide = layout.head_dim > 128
-    values = "early" if key.bits == value.bits else "apart"  # the registers of two kinds of code would add up
-    if pairs:
-        values = "late"
+    values = "late" if wide or pairs else "early"  # what is read early waits in shared memory or registers
+    if key.bits != value.bits:
+        values = "apart"  # the registers of two kinds of code would add up
     if not (key.rotate or value.rotate):
         return WriteConfig(16, 4 if wide else 2, values)
     if major >= 9:
@@ -283,17 +305,19 @@ def fit(config: DecodeConfig, layout: PageLayout, pairs: int, limit: int) -> Dec
 @functools.cache
 def _find(name: str, capability: tuple[int, int], given: str | None) -> Tuned | None:
     """The file for a device, None for none; every file that is refused is logged once, with the reason."""
-    found = []
-    for path in sorted(FOLDER.glob("*.json")):
-        tuned = _try(path)
-        if tuned is not None:
-            found.append(tuned)
     if given:
         tuned = _try(given)
         if tuned is not None and _fits(tuned, name, capability):
             return tuned
         if tuned is not None:
             log.warning("%s is for %s, sm_%d%d; this is %s: not used", given, tuned.device, *tuned.capability, name)
+    return find_shipped(name, capability)
+
+
+@functools.cache
+def find_shipped(name: str, capability: tuple[int, int]) -> Tuned | None:
+    """The file in kernels/tuned for a device, None for none."""
+    found = [tuned for path in sorted(FOLDER.glob("*.json")) if (tuned := _try(path)) is not None]
     named = [t for t in found if _named(t.device, name)]
     same = [t for t in found if t.capability == capability]
     if named:

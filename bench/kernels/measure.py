@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ import triton
 import triton.language as tl
 
 from kvq import ops, reference
-from kvq.kernels.quantize import write
-from kvq.kernels.timing import DecodeInputs, decode_inputs, graph_us, replay_us
+from kvq.kernels.timing import DecodeInputs, WriteInputs, decode_inputs, graph_us, replay_us
 from kvq.page import PageLayout
 from kvq.prefill import Attention, prefill_pages
 from kvq.scheme import INT4, INT4_SYM, INT8, K8V4, QuantScheme
@@ -233,60 +231,25 @@ def reference_call(inputs: DecodeInputs) -> torch.Tensor:
     )  # type: ignore[return-value]  # fmt: skip
 
 
-@dataclass
-class WriteInputs:
-    """Tokens to quantize, several sets of them. Prefill chunks rotate beyond L2; a decode batch's K and V come from L2
-    in a model too."""
-
-    layout: PageLayout
-    pages: torch.Tensor
-    slots: torch.Tensor
-    tokens: list[tuple[torch.Tensor, torch.Tensor]]
-    status: torch.Tensor
-
-    @property
-    def bytes_moved(self) -> int:
-        key, value = self.tokens[0]
-        written = key.shape[0] * self.layout.page_bytes // self.layout.page_size
-        return key.nbytes + value.nbytes + written
-
-    def calls(self) -> list[Callable[[], None]]:
-        return [
-            partial(write, self.pages, self.layout, key, value, self.slots, self.status) for key, value in self.tokens
-        ]
-
-    def error(self) -> float:
-        """Relative difference of what is read back from the kernel's pages and from those of the reference."""
-        key, value = (x[:512] for x in self.tokens[0])
-        slots = self.slots[:512]
-        want = torch.zeros_like(self.pages)
-        write(self.pages, self.layout, key, value, slots, self.status)
-        reference.write(want, self.layout, key, value, slots)
-        worst = 0.0
-        table = torch.arange(self.pages.shape[0], device=self.pages.device)
-        for got, ideal in zip(
-            reference.gather(self.pages, self.layout, table, self.layout.page_size * len(table)),
-            reference.gather(want, self.layout, table, self.layout.page_size * len(table)),
-        ):
-            worst = max(worst, float((got[slots] - ideal[slots]).norm() / ideal[slots].norm()))
-        return worst
+def write_layout(scheme: QuantScheme) -> PageLayout:
+    return PageLayout(scheme, 64, 8, 128)
 
 
-def write_inputs(count: int, scheme: QuantScheme, kv_heads: int = 8, head_dim: int = 128) -> WriteInputs:
-    layout = PageLayout(scheme, 64, kv_heads, head_dim)
-    g = torch.Generator("cuda").manual_seed(0)
-    num_pages = max(64, count // 64)
-    pages = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device="cuda")
-    slots = torch.randperm(num_pages * 64, generator=g, device="cuda")[:count]
-    if count > 64:  # a chunk fills its pages in order
-        slots = torch.arange(count, device="cuda")
-    shape = (count, kv_heads, head_dim)
-    one = 2 * 2 * count * kv_heads * head_dim
-    sets = min(64, max(8, -(-rotation_bytes() // one)))
-    tokens = [
-        tuple(torch.randn(shape, generator=g, device="cuda").to(torch.bfloat16) for _ in range(2)) for _ in range(sets)
-    ]
-    return WriteInputs(layout, pages, slots, tokens, ops.new_status("cuda"))  # type: ignore[arg-type]
+def write_error(inputs: WriteInputs) -> float:
+    """Relative difference of what is read back from the kernel's pages and from those of the reference."""
+    key, value = (x[:512] for x in inputs.tokens[0])
+    slots, pages, layout = inputs.slots[:512], inputs.pages, inputs.layout
+    want = torch.zeros_like(pages)
+    inputs.calls()[0]()  # as it is timed: all tokens
+    reference.write(want, layout, key, value, slots)
+    worst = 0.0
+    table = torch.arange(pages.shape[0], device=pages.device)
+    for got, ideal in zip(
+        reference.gather(pages, layout, table, layout.page_size * len(table)),
+        reference.gather(want, layout, table, layout.page_size * len(table)),
+    ):
+        worst = max(worst, float((got[slots] - ideal[slots]).norm() / ideal[slots].norm()))
+    return worst
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 from bench.kernels import measure, peers
 from bench.kernels.measure import ERROR_LIMIT, PREFILL_LIMIT, WRITE_LIMIT, Shape, Variant
 from bench.kernels.report import GPU, State
+from kvq.kernels.timing import write_inputs
 from kvq.scheme import INT4, INT8, QuantScheme
 
 TimeUs = Callable[[Sequence[Callable[[], Any]]], float]
@@ -42,8 +43,8 @@ def test_decode(shape: Shape, variant: Variant, state: State, time_us: TimeUs) -
 @pytest.mark.parametrize("scheme", [INT4, INT8], ids=lambda s: s.name)
 @pytest.mark.parametrize("tokens", measure.WRITES)
 def test_write(tokens: int, scheme: QuantScheme, state: State, time_us: TimeUs) -> None:
-    inputs = measure.write_inputs(tokens, scheme)
-    error = inputs.error()
+    inputs = write_inputs(measure.write_layout(scheme), tokens, least_bytes=measure.rotation_bytes())
+    error = measure.write_error(inputs)
     state.writes.append(measure.write_row(scheme, inputs, time_us(inputs.calls()), state.bandwidth, error))
     assert error < WRITE_LIMIT
 

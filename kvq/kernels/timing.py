@@ -14,12 +14,13 @@ import torch
 
 from kvq.kernels.decode import decode
 from kvq.kernels.device import DeviceTransform
-from kvq.ops import write_pages
+from kvq.kernels.quantize import write
+from kvq.ops import new_status, write_pages
 from kvq.page import PageLayout
 from kvq.plan import DecodePlan
 from kvq.reference import HotPool
 from kvq.transform import KeyTransform
-from kvq.tuned import DecodeConfig
+from kvq.tuned import DecodeConfig, WriteConfig
 
 CHUNK = 2048  # pages that are really quantized; the rest repeat them in another order
 CALLS = 10  # least calls in a graph: the launch of a replay is shared by them
@@ -165,6 +166,68 @@ def decode_inputs(
     query = torch.randn(len(counts), q_len, heads, head_dim, generator=g, device=device).to(dtype)
     lens = torch.tensor(list(seq_lens), dtype=torch.int32, device=device)
     return DecodeInputs(layout, block_tables, lens, caches, query, transform, tables)
+
+
+@dataclass
+class WriteInputs:
+    """Tokens to quantize, several sets of them, with the same slots. ``tokens``: K and V of each set."""
+
+    layout: PageLayout
+    pages: torch.Tensor
+    slots: torch.Tensor
+    tokens: list[tuple[torch.Tensor, torch.Tensor]]
+    positions: torch.Tensor
+    transform: DeviceTransform | None
+    status: torch.Tensor
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of K and V that one call reads, and of what it writes."""
+        key, value = self.tokens[0]
+        written = key.shape[0] * self.layout.page_bytes // self.layout.page_size
+        return key.nbytes + value.nbytes + written
+
+    def calls(self, config: WriteConfig | None = None) -> list[Callable[[], None]]:
+        """The write of each set; ``config`` None picks the tuned one."""
+        pages, layout, slots, status = self.pages, self.layout, self.slots, self.status
+        return [
+            partial(write, pages, layout, key, value, slots, status, self.positions, self.transform, config=config)
+            for key, value in self.tokens
+        ]
+
+
+def write_inputs(
+    layout: PageLayout,
+    count: int,
+    *,
+    transform: KeyTransform | None = None,
+    least_bytes: int = 0,
+    device: torch.device | str = "cuda",
+) -> WriteInputs:
+    """``count`` random tokens: a prefill chunk, which fills its pages in order, or up to a page of a decode batch.
+
+    At least 8 sets, and as many as are together as large as ``least_bytes``, but at most 64: chunks rotate beyond L2; a
+    decode batch's K and V come from L2 in a model too.
+    """
+    g = torch.Generator(device).manual_seed(0)
+    size = layout.page_size
+    num_pages = max(64, -(-count // size))
+    pages = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
+    slots = torch.randperm(num_pages * size, generator=g, device=device)[:count]
+    if count > size:
+        slots = torch.arange(count, device=device)
+    shape = (count, layout.kv_heads, layout.head_dim)
+    sets = min(64, max(8, -(-least_bytes // (4 * count * layout.kv_heads * layout.head_dim))))
+    tokens = [
+        (
+            torch.randn(shape, generator=g, device=device).to(torch.bfloat16),
+            torch.randn(shape, generator=g, device=device).to(torch.bfloat16),
+        )
+        for _ in range(sets)
+    ]
+    tables = None if transform is None else DeviceTransform.build(transform, size, count, device)
+    positions = torch.arange(count, device=device)
+    return WriteInputs(layout, pages, slots, tokens, positions, tables, new_status(device))
 
 
 def in_processes(jobs: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], processes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 from kvq import tune, tuned
 from kvq.page import PAGE_SIZES, PageLayout
 from kvq.plan import DecodePlan
-from kvq.scheme import HEAD_DIMS, INT4, INT8, PRESETS
-from kvq.tuned import DecodeConfig, ShapeClass
+from kvq.scheme import HEAD_DIMS, INT4, PRESETS
+from kvq.tuned import DecodeConfig, ShapeClass, WriteClass, WriteConfig
 
 H200 = tuned.load(tuned.FOLDER / "nvidia-h200.json")
+L4 = tuned.load(tuned.FOLDER / "nvidia-l4.json")
 SHIPPED = sorted(tuned.FOLDER.glob("*.json"))
 
 
@@ -136,11 +138,57 @@ def test_the_bound_of_shared_memory_holds_for_what_was_compiled(
     assert shared <= bound < 2.5 * shared
 
 
-def test_candidates_that_cannot_launch_are_left_out() -> None:
-    layout = PageLayout(INT8, 128, 8, 256)
-    stages = {c.num_stages for c in tune.candidates(layout, 0, 99 << 10)}
-    assert stages == {3}
-    assert {c.num_stages for c in tune.candidates(layout, 0, 227 << 10)} == {3, 5, 7}
+SM90 = tune.Gpu("NVIDIA H200", (9, 0), 227 << 10, 228 << 10, 132, 50 << 20)
+SM89 = tune.Gpu("NVIDIA L4", (8, 9), 99 << 10, 100 << 10, 58, 48 << 20)
+
+
+def test_candidates_that_cannot_be_resident_are_left_out() -> None:
+    wide = ShapeClass("int4", False, "large", 16, 128, 64)
+    found = tune.candidates(wide, SM90, False)
+    assert found[0] == H200.entries[wide]  # the shipped one, whatever it is
+    assert {(c.num_stages, c.programs, c.maxnreg) for c in found} >= {(7, 8, 224), (5, 8, None), (3, 12, 168)}
+    assert not any(c.programs == 12 and c.maxnreg and c.maxnreg > 168 for c in found)  # registers of a scheduler
+    assert not any(c.programs == 12 and c.num_stages == 7 for c in found)  # shared memory
+    large = ShapeClass("int8", False, "large", 8, 256, 128)
+    assert all(tuned.shared_bytes(c, tune.layout_of(large), 0) <= 99 << 10 for c in tune.candidates(large, SM89, False))
+    assert {c.programs for c in tune.candidates(large, SM89, False)} == {tuned.nearest(L4.entries, large).programs}
+    assert len(tune.candidates(wide, SM90, True)) < len(found)
+
+
+def test_candidates_of_writing_hold_every_way_to_read_values() -> None:
+    chunk = WriteClass("int4", False, "large", 128)
+    for quick in (False, True):
+        found = tune.write_candidates(chunk, SM90, quick)
+        assert found[0] == tuned.default_write(tune.write_layout(chunk), 8192, 0, 9)
+        assert {c.values for c in found} == set(tuned.VALUES) and {c.tokens for c in found} == {64, 128}
+    assert {c.tokens for c in tune.write_candidates(chunk, SM89, False)} == {16, 32}
+    wide = WriteClass("int4", False, "large", 256)
+    for gpu in (SM89, SM90):
+        layout = tune.write_layout(wide)
+        assert all(tuned.write_shared_bytes(c, layout) <= gpu.shared for c in tune.write_candidates(wide, gpu, False))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "head_dim", "config", "shared"),
+    [  # as compiled for sm_90 by triton 3.6
+        ("int4", 128, WriteConfig(64, 4, "early"), 40960), ("int4", 128, WriteConfig(64, 4, "late"), 24576),
+        ("int4", 128, WriteConfig(16, 4, "apart"), 12288), ("int4", 256, WriteConfig(64, 4, "early"), 98304),
+        ("int4", 80, WriteConfig(64, 4, "early"), 40960), ("k8v4", 256, WriteConfig(64, 4, "apart"), 65536),
+        ("int8", 128, WriteConfig(16, 2, "early"), 64),
+    ],
+)  # fmt: skip
+def test_the_bound_of_shared_memory_holds_for_writing(
+    scheme: str, head_dim: int, config: WriteConfig, shared: int
+) -> None:
+    layout = PageLayout(PRESETS[scheme], 64, 8, head_dim)
+    assert shared <= tuned.write_shared_bytes(config, layout) <= shared + 4096
+
+
+def test_every_kernel_is_compiled_once() -> None:
+    shapes, kinds = list(tune.shape_classes(False)), list(tune.write_classes(False))
+    jobs = tune.compile_jobs(shapes, kinds, SM90, False)
+    assert len(jobs) == len({(work.__name__, *arguments) for work, arguments in jobs}) > 100
+    assert len(tune.compile_jobs(list(tune.shape_classes(True)), list(tune.write_classes(True)), SM90, True)) < 60
 
 
 def test_save_and_load_agree(tmp_path: Path) -> None:
@@ -149,10 +197,19 @@ def test_save_and_load_agree(tmp_path: Path) -> None:
         "device": "GPU", "capability": [9, 0], "triton": "3.6.0", "date": "2026-11-29", "measured": True,
         "source": "a test",
     }  # fmt: skip
-    tuned.save(tmp_path / "gpu.json", header, [(shape, config, {"time_us": 1.5})])
+    kind, choice = WriteClass("int4", True, "large", 64), WriteConfig(64, 4, "apart", 96)
+    entries, writes = [(shape, config, {"time_us": 1.5})], [(kind, choice, {"time_us": 2.5})]
+    tuned.save(tmp_path / "gpu.json", header, entries, writes)
     file = tuned.load(tmp_path / "gpu.json")
-    assert file.entries == {shape: config}
+    assert (file.entries, file.writes) == ({shape: config}, {kind: choice})
+    assert tuned.rows_of(file) == (entries, writes)
     assert (file.device, file.capability, file.measured) == ("GPU", (9, 0), True)
+
+
+WRITTEN = {
+    "scheme": "int4", "pairs": False, "workload": "large", "head_dim": 128,
+    "config": {"tokens": 64, "num_warps": 4, "values": "early", "maxnreg": None},
+}  # fmt: skip
 
 
 def _set(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
@@ -177,12 +234,21 @@ def _set(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
         (("entries", 0, "config", "maxnreg"), 256, r"config.maxnreg is 256"),
         (("entries", 0, "config", "prefetch"), True, r"config.prefetch is True"),
         (("entries", 0, "config", "warps"), 1, r"entries\[0\].config is"),
+        (("writes",), {}, r"writes is \{\}"),
+        (("writes", 0, "workload"), "huge", r"writes\[0\].workload is 'huge'"),
+        (("writes", 0, "config", "tokens"), 48, r"writes\[0\].config.tokens is 48; expected one of 16, 32, 64, 128"),
+        (("writes", 0, "config", "values"), "now", r"writes\[0\].config.values is 'now'"),
+        (("writes", 0, "config", "num_warps"), True, r"writes\[0\].config.num_warps is True"),
+        (("writes", 0, "config", "maxnreg"), 8, r"writes\[0\].config.maxnreg is 8"),
+        (("writes", 1), WRITTEN, r"writes\[1\] is .*one entry a class"),
     ],
 )
 def test_a_bad_file_is_refused_and_names_file_and_field(
     tmp_path: Path, path: tuple[Any, ...], value: Any, reason: str
 ) -> None:
     data = json.loads(SHIPPED[0].read_text(encoding="utf-8"))
+    if path[0] == "writes":
+        data["writes"] = [copy.deepcopy(WRITTEN)] * (2 if path == ("writes", 1) else 1)
     _set(data, path, value)
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps(data), encoding="utf-8")
@@ -230,30 +296,81 @@ def test_tuning_needs_a_gpu_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["--quick"], ["--only", "write", "--only", "wide"]], ids=" ".join)
 def test_tune_writes_a_file_that_loads_with_the_fastest_configurations(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    """Everything but the GPU: a clock that likes three stages, 6 programs and no prefetch, and a kernel that fails."""
+    """Everything but the GPU: clocks that like three stages and 6 programs, and V apart, and a kernel that fails."""
 
     def clock(inputs: Any, config: DecodeConfig, replays: int = 7) -> float:
         if config.programs == 12:
             raise RuntimeError("out of resources")
-        off = (config.num_stages != 3) + (config.programs != 6) + (config.prefetch != 0)
-        return 100.0 + 10 * off
+        return 100.0 + 10 * ((config.num_stages != 3) + (config.programs != 6))
+
+    def write_clock(inputs: Any, config: WriteConfig, replays: int = 7) -> float:
+        return 20.0 + (config.values != "apart") + (config.tokens != 64)
 
     gpu(monkeypatch, "NVIDIA Test", (9, 0), 227 << 10, 132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = SimpleNamespace(name="NVIDIA Test", major=9, minor=0, multi_processor_count=132, L2_cache_size=1 << 20)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    properties = SimpleNamespace(
+        name="NVIDIA Test", major=9, minor=0, multi_processor_count=132, L2_cache_size=1 << 20,
+        shared_memory_per_multiprocessor=228 << 10,
+    )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(tune, "in_processes", lambda jobs, processes: None)
-    monkeypatch.setattr(tune, "inputs_of", lambda *args: (SimpleNamespace(bytes_read=10**8), 1))
+    monkeypatch.setattr(tune, "inputs_of", lambda *args: SimpleNamespace(bytes_read=10**8))
+    monkeypatch.setattr(tune, "writes_of", lambda *args: SimpleNamespace(bytes_moved=10**8))
     monkeypatch.setattr(tune, "time_us", clock)
+    monkeypatch.setattr(tune, "write_us", write_clock)
     path = tmp_path / "test.json"
-    assert tune.main(["--quick", "--out", str(path)]) == 0
+    assert tune.main([*arguments, "--out", str(path)]) == 0
     file = tuned.load(path)
     assert (file.device, file.capability, file.measured) == ("NVIDIA Test", (9, 0), True)
-    assert {shape.scheme for shape in file.entries} == {"int4", "int8"}
-    assert any(shape.pairs for shape in file.entries)
-    for config in file.entries.values():
-        assert (config.num_stages, config.programs, config.prefetch) == (3, 6, 0)
-    assert {row["time_us"] for row in json.loads(path.read_text())["entries"]} == {100.0}
+    assert set(file.entries) >= set(H200.entries)  # those that were not measured are the shipped ones
+    wide = ShapeClass("int4", False, "large", 16, 128, 64)
+    measured = [wide] if "--only" in arguments else list(tune.shape_classes(True))
+    for shape, config in file.entries.items():
+        if shape not in measured:
+            assert config == H200.entries[shape]
+        elif shape.workload == "small":  # no candidate there has three stages
+            assert config.programs == 6
+        else:
+            assert (config.num_stages, config.programs) == (3, 6)
+    chunk = file.writes[WriteClass("int4", False, "large", 128)]
+    assert (chunk.tokens, chunk.values) == (64, "apart")
+    row = next(row for row in json.loads(path.read_text())["entries"] if row["rows"] == 16 and row["scheme"] == "int4")
+    assert row["shipped"] == {"64 x 16384 heads 64/4": 120.0} and row["tuned"] == {"64 x 16384 heads 64/4": 100.0}
+    assert "64 x 16384 heads 64/4: shipped 120.0 us, tuned 100.0 us" in capsys.readouterr().out
+
+
+def test_writing_picks_the_tuned_configuration_of_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu(monkeypatch, "NVIDIA H200", (9, 0), 232448, 132)
+    layout = PageLayout(INT4, 64, 8, 128)
+    default = tuned.pick_write(layout, 8192)
+    assert default == tuned.default_write(layout, 8192, 0, 9) and default.tokens == 64
+    entries, _ = tuned.rows_of(H200)
+    header = {
+        "device": "NVIDIA H200", "capability": [9, 0], "triton": "3.6.0", "date": "2026-11-30", "measured": True,
+        "source": "a test",
+    }  # fmt: skip
+    chosen, large = WriteConfig(128, 8, "late"), WriteConfig(128, 8, "early")
+    kinds = [WriteClass("int4", False, "large", dim) for dim in (128, 256)]
+    path = tmp_path / "mine.json"
+    tuned.save(path, header, entries, [(kinds[0], chosen, {}), (kinds[1], large, {})])
+    monkeypatch.setenv(tuned.ENVIRONMENT, str(path))
+    assert tuned.pick_write(layout, 8192) == chosen
+    assert tuned.pick_write(layout, 1024) == tuned.default_write(layout, 1024, 0, 9)
+    assert tuned.pick_write(layout, 8192, pairs=16) == tuned.default_write(layout, 8192, 16, 9)
+    monkeypatch.setattr(tuned, "shared_limit", lambda device: 99 << 10)
+    assert tuned.pick_write(PageLayout(INT4, 64, 8, 256), 8192).tokens == 64  # what does not fit is not used
+
+
+@pytest.mark.parametrize("scheme", sorted(PRESETS))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_default_writes_fit_every_gpu(scheme: str, head_dim: int) -> None:
+    layout = PageLayout(PRESETS[scheme], 64, 8, head_dim)
+    for major, limit in ((8, 99 << 10), (9, 227 << 10), (12, 99 << 10)):
+        for tokens in (1, 1024, 1025, 8192):
+            for pairs in (0, 16):
+                assert tuned.write_shared_bytes(tuned.default_write(layout, tokens, pairs, major), layout) <= limit
