@@ -101,9 +101,11 @@ def write_classes(quick: bool) -> Iterator[WriteClass]:
 
 def compiled_candidates(shape: ShapeClass, quick: bool) -> Iterator[DecodeConfig]:
     """Configurations that differ in what is compiled: warps, stages, registers and prefetch."""
-    if shape.rows == 16:  # two one-warp programs a scheduler have 250 registers each: latency against registers
+    if (
+        shape.rows == 16
+    ):  # 250 registers leave two programs a scheduler; with 168 there may be three, which spill a little
         for stages in (3, 5, 6, 7) if quick else (3, 4, 5, 6, 7):
-            for maxnreg in (None, 224) if quick else (None, 168, 200, 224):
+            for maxnreg in (None, 168) if quick else (None, 168, 224):
                 yield DecodeConfig(num_stages=stages, maxnreg=maxnreg)
         if not quick:
             yield from (DecodeConfig(num_warps=2, num_stages=stages) for stages in (3, 5, 7))
@@ -114,7 +116,7 @@ def compiled_candidates(shape: ShapeClass, quick: bool) -> Iterator[DecodeConfig
     else:
         yield from (DecodeConfig(num_stages=stages) for stages in (3, 5, 7))
         if not quick:
-            yield DecodeConfig(num_stages=3, maxnreg=168)
+            yield from (DecodeConfig(num_stages=stages, maxnreg=168) for stages in (3, 5))
 
 
 def candidates(shape: ShapeClass, gpu: Gpu, quick: bool) -> list[DecodeConfig]:

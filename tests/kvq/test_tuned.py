@@ -146,7 +146,7 @@ def test_candidates_that_cannot_be_resident_are_left_out() -> None:
     wide = ShapeClass("int4", False, "large", 16, 128, 64)
     found = tune.candidates(wide, SM90, False)
     assert found[0] == H200.entries[wide]  # the shipped one, whatever it is
-    assert {(c.num_stages, c.programs, c.maxnreg) for c in found} >= {(7, 8, 224), (5, 8, None), (3, 12, 168)}
+    assert {(c.num_stages, c.programs, c.maxnreg) for c in found} >= {(7, 8, 224), (5, 8, None), (5, 12, 168)}
     assert not any(c.programs == 12 and c.maxnreg and c.maxnreg > 168 for c in found)  # registers of a scheduler
     assert not any(c.programs == 12 and c.num_stages == 7 for c in found)  # shared memory
     large = ShapeClass("int8", False, "large", 8, 256, 128)
