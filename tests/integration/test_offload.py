@@ -1,5 +1,6 @@
-"""Leases beside vLLM's SimpleCPUOffloadConnector, whose scheduler side walks the free queue and holds blocks too. Its
-worker needs CUDA, so what its transfers would move is kept here: for every block, which tokens it holds.
+"""Leases beside vLLM's offloading connectors. Their scheduler sides walk the free queue, hold blocks of their own, or
+watch which are handed out; their workers need CUDA, so what transfers would move is kept here: for every block, which tokens
+it holds.
 """
 
 from __future__ import annotations
@@ -7,9 +8,9 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,10 +24,20 @@ PAGE = 1 << 16  # bytes of a block, of one layer
 LATENCY = 3  # steps that a transfer takes
 
 
-class OffloadingEngine(FakeEngine):
-    """FakeEngine with the connector. held, offloaded: {block id: the hash of its tokens}, in both memories."""
+class Move(NamedTuple):
+    """A transfer under way. pairs: (from, to) blocks. done: the step at which it ends. requests: that wait for it."""
 
-    def __init__(self, blocks: int, lazy: bool) -> None:
+    key: int
+    load: bool
+    pairs: list[tuple[int, int]]
+    requests: list[str]
+    done: int
+
+
+class OffloadingEngine(FakeEngine):
+    """FakeEngine with a connector. held, offloaded: {block id: the hash of its tokens}, in both memories."""
+
+    def __init__(self, blocks: int, connector: str, **extra: Any) -> None:
         from vllm.config import KVTransferConfig
         from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
@@ -34,9 +45,9 @@ class OffloadingEngine(FakeEngine):
         plain = self.scheduler
         config = copy.copy(plain.vllm_config)
         config.kv_transfer_config = KVTransferConfig(
-            kv_connector="SimpleCPUOffloadConnector",
+            kv_connector=connector,
             kv_role="kv_both",
-            kv_connector_extra_config={"cpu_bytes_to_use": 4 * blocks * PAGE, "lazy_offload": lazy},
+            kv_connector_extra_config={"cpu_bytes_to_use": 4 * blocks * PAGE, **extra},
         )
         number = plain.kv_cache_config.num_blocks
         tensor = KVCacheTensor(number * PAGE, layers=["layer"], layer_stride=number * PAGE, block_stride=PAGE)
@@ -50,33 +61,22 @@ class OffloadingEngine(FakeEngine):
         self.held: dict[int, Any] = {}
         self.offloaded: dict[int, Any] = {}
         self.loaded = 0
-        self._moving: deque[tuple[int, Any]] = deque()
+        self._moving: list[Move] = []
 
     def step(self, seconds: float = 0.05) -> bool:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-        from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 
         self.now += seconds
         self.steps += 1
         scheduled = self.scheduler.schedule()
         for new in scheduled.scheduled_new_reqs:
             self.cached[new.req_id] = new.num_computed_tokens
+        began, urgent, completed = self._transfers(scheduled.kv_connector_metadata)
+        ended = self._move(lambda move: move.key in urgent and not move.load)
         self._compute(scheduled)
-        moves = scheduled.kv_connector_metadata
-        if moves.load_event >= 0 or moves.store_event >= 0:
-            self._moving.append((self.steps + LATENCY, moves))
-        received: set[str] = set()
-        stored: dict[int, int] = {}
-        while self._moving and (self._moving[0][0] <= self.steps or moves.need_flush):
-            moved = self._moving.popleft()[1]
-            for here, there in zip(moved.load_gpu_blocks, moved.load_cpu_blocks, strict=True):
-                self.held[here] = self.offloaded[there]
-            for here, there in zip(moved.store_gpu_blocks, moved.store_cpu_blocks, strict=True):
-                self.offloaded[there] = self.held[here]
-            self.loaded += len(moved.load_gpu_blocks)
-            received |= set(moved.load_event_to_reqs.get(moved.load_event, ()))
-            if moved.store_event >= 0:
-                stored[moved.store_event] = 1
+        self._moving += began
+        ended += self._move(lambda move: move.done <= self.steps)
+        received = {request_id for move in ended for request_id in move.requests}
         ids = list(scheduled.num_scheduled_tokens)
         sampled = [[self._sample(request_id)] if self._complete(request_id, scheduled) else [] for request_id in ids]
         output = ModelRunnerOutput(
@@ -84,8 +84,7 @@ class OffloadingEngine(FakeEngine):
             {r: i for i, r in enumerate(ids)},
             sampled_token_ids=sampled,
             kv_connector_output=KVConnectorOutput(
-                finished_recving=received or None,
-                kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored) if stored else None,
+                finished_recving=received or None, kv_connector_worker_meta=completed(ended) if ended else None
             ),
         )
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
@@ -98,6 +97,41 @@ class OffloadingEngine(FakeEngine):
         self.run()
         for _ in range(4 * LATENCY):
             self.step()
+
+    def _transfers(self, plan: Any) -> tuple[list[Move], set[int], Callable[[list[Move]], Any]]:
+        """Those that a step begins; the stores that must end before it computes; how to say which have ended."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+        from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
+
+        done, began = self.steps + LATENCY, []
+        if isinstance(plan, SimpleCPUOffloadMetadata):
+            if plan.load_event >= 0:
+                pairs = list(zip(plan.load_cpu_blocks, plan.load_gpu_blocks, strict=True))
+                began.append(Move(plan.load_event, True, pairs, plan.load_event_to_reqs[plan.load_event], done))
+            if plan.store_event >= 0:
+                pairs = list(zip(plan.store_gpu_blocks, plan.store_cpu_blocks, strict=True))
+                began.append(Move(plan.store_event, False, pairs, [], done))
+            urgent = {move.key for move in self._moving} if plan.need_flush else set()
+            return began, urgent, lambda ended: SimpleCPUOffloadWorkerMetadata({m.key: 1 for m in ended if not m.load})
+        for jobs, load in ((plan.load_jobs, True), (plan.store_jobs, False)):
+            for key, job in jobs.items():
+                pairs = list(zip(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), strict=True))
+                began.append(Move(key, load, pairs, [job.req_id] if load else [], done))
+        urgent = plan.jobs_to_flush or set()
+        for move in [move for move in began if move.key in urgent]:
+            began.remove(move)
+            self._moving.append(move)
+        return began, urgent, lambda ended: OffloadingWorkerMetadata({m.key: 1 for m in ended})
+
+    def _move(self, which: Callable[[Move], bool]) -> list[Move]:
+        ended = [move for move in self._moving if which(move)]
+        self._moving = [move for move in self._moving if not which(move)]
+        for move in ended:
+            here, there = (self.offloaded, self.held) if move.load else (self.held, self.offloaded)
+            for source, target in move.pairs:
+                there[target] = here[source]
+            self.loaded += len(move.pairs) * move.load
+        return ended
 
     def _compute(self, scheduled: Any) -> None:
         """Every request reads the blocks before its new tokens, which must hold its own tokens, and writes the rest."""
@@ -114,12 +148,20 @@ class OffloadingEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize("lazy", [False, True])
-def test_every_block_that_is_read_holds_the_tokens_of_its_reader(lazy, hard):
+@pytest.mark.parametrize(
+    ("connector", "extra"),
+    [
+        ("SimpleCPUOffloadConnector", {"lazy_offload": False}),
+        ("SimpleCPUOffloadConnector", {"lazy_offload": True}),
+        ("OffloadingConnector", {}),
+    ],
+    ids=["simple eager", "simple lazy", "offloading"],
+)
+def test_every_block_that_is_read_holds_the_tokens_of_its_reader(connector, extra, hard):
     """Random agents, others, and clients that go away, over a pool that is always too small: leased, offloaded, loaded
     and computed blocks are never taken for one another, and all of them come back.
     """
-    fake = OffloadingEngine(96, lazy)
+    fake = OffloadingEngine(96, connector, **extra)
     start = fake.free
     retention = fake.enable("fixed", hard=hard, budget=0.7, ttl_s=8.0)
     rng = random.Random(0)
