@@ -1,5 +1,5 @@
 """Leases beside vLLM's offloading connectors. Their scheduler sides walk the free queue, hold blocks of their own, or
-watch which are handed out; their workers need CUDA, so what transfers would move is kept here: for every block, which tokens
+watch which are handed out. Their workers need CUDA, so what they would move is kept here: for every block, which tokens
 it holds.
 """
 
