@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
-from kvq.kernels.planes import butterfly2, butterfly4, plane_dim, unpack_bytes, unpack_nibbles
+from kvq.kernels.planes import butterfly2, butterfly4, plane_dim, tiny_bytes, tiny_nibbles
 from kvq.page import PageLayout
 from kvq.reference import HotPool, hadamard_block, word_hadamard
 
@@ -73,15 +73,18 @@ def gather_tensor(
             BIAS: tl.constexpr = 0
             p_both = p_scales.to(tl.pointer_type(tl.float16)) + 2 * row
             scale, zero = tl.load(p_both).to(tl.float32), tl.load(p_both + 1).to(tl.float32)
-        scale, zero = scale[:, None], zero[:, None]
+        # The codes are integers times 2^-24, and so are their sums: fp16 holds both, and one product of them is exact.
+        scale, zero = (scale * 2.0**24)[:, None], zero[:, None]
         if PLANES == 4:
-            x0, x1, x2, x3 = unpack_nibbles(word, ASM)
-            x0, x1 = x0 - (1024.0 + BIAS), x1 - (64.0 + BIAS)
-            x2, x3 = x2 - (1024.0 + BIAS), x3 - (64.0 + BIAS)
+            x0, x1, x2, x3 = tiny_nibbles(word, ASM)
+            x1, x3 = x1 * 0.0625, x3 * 0.0625
+            if SYM:
+                x2, x3 = x2 - BIAS * 2.0**-24, x3 - BIAS * 2.0**-24
         else:
-            x0, x1 = unpack_bytes(word, ASM)
-            x0, x1 = x0 - (1024.0 + BIAS), x1 - (1024.0 + BIAS)
-        if ROTATE:  # codes and their sums are integers that fp16 holds, so that one product of them is exact
+            x0, x1 = tiny_bytes(word, ASM)
+        if SYM:
+            x0, x1 = x0 - BIAS * 2.0**-24, x1 - BIAS * 2.0**-24
+        if ROTATE:
             h = tl.load(p_hadamard + o_w[:, None] * W + o_w[None, :])
             if PLANES == 4:
                 x0, x1, x2, x3 = butterfly4(x0, x1, x2, x3)

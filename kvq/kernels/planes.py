@@ -4,10 +4,8 @@ Word j of a row holds the dims of ``reference.plane_dims``: with P planes and Ha
 ``H_B = H_P (x) H_(B/P)``. So the transform is one small matrix product a plane (along words) and a butterfly
 across planes, and no value ever moves between lanes to be unpacked.
 
-``tiny_*`` unpack codes as subnormal fp16 numbers, which tensor cores take as they are. ``unpack_*``, where codes go
-through other arithmetic, use the fp16 magic: a nibble or byte in the low mantissa bits of 1024.0 (0x6400) reads
-1024 + n, a nibble four bits up in 64.0 (0x5400) reads 64 + n, and the caller subtracts the offset. ``ASM`` off is
-the same in plain Triton, for the interpreter, which has no inline assembly.
+Codes are unpacked as subnormal fp16 numbers, which fp16 arithmetic and tensor cores take as they are. ``ASM`` off is the
+same in plain Triton, for the interpreter, which has no inline assembly.
 """
 
 from __future__ import annotations
@@ -21,39 +19,6 @@ def plane_dim(w, PLANE: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr)
     """Dim held by plane PLANE of words ``w``, for Hadamard blocks of BLOCK dims."""
     RUN: tl.constexpr = BLOCK // PLANES
     return (w // RUN) * BLOCK + PLANE * RUN + w % RUN
-
-
-@triton.jit
-def unpack_nibbles(w, ASM: tl.constexpr):
-    """int16 words to four fp16 planes, reading 1024 + n, 64 + n, 1024 + n, 64 + n. Five instructions for 8 values."""
-    if ASM:
-        n0, n1, n2, n3 = tl.inline_asm_elementwise(
-            """{ .reg .b32 t;
-            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea; lop3.b32 $1, $4, 0x00f000f0, 0x54005400, 0xea;
-            shr.u32 t, $4, 8;
-            lop3.b32 $2, t, 0x000f000f, 0x64006400, 0xea; lop3.b32 $3, t, 0x00f000f0, 0x54005400, 0xea; }""",
-            "=&r,=&r,=&r,=&r,r", [w], dtype=(tl.float16,) * 4, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        n0 = ((w & 0xF) | 0x6400).to(tl.float16, bitcast=True)
-        n1 = ((w & 0xF0) | 0x5400).to(tl.float16, bitcast=True)
-        n2 = (((w >> 8) & 0xF) | 0x6400).to(tl.float16, bitcast=True)
-        n3 = (((w >> 8) & 0xF0) | 0x5400).to(tl.float16, bitcast=True)
-    return n0, n1, n2, n3
-
-
-@triton.jit
-def unpack_bytes(w, ASM: tl.constexpr):
-    """int16 words to two fp16 planes, both reading 1024 + n. Two byte permutations for 4 values."""
-    if ASM:
-        n0, n1 = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, 0x64646464, 0x4240; prmt.b32 $1, $2, 0x64646464, 0x4341;",
-            "=&r,=&r,r", [w], dtype=(tl.float16,) * 2, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        n0 = ((w & 0xFF) | 0x6400).to(tl.float16, bitcast=True)
-        n1 = (((w >> 8) & 0xFF) | 0x6400).to(tl.float16, bitcast=True)
-    return n0, n1
 
 
 @triton.jit
