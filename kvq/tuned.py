@@ -255,7 +255,11 @@ def write_shared_bytes(config: WriteConfig, layout: PageLayout) -> int:
 
 def shared_limit(device: torch.device) -> int:
     """Bytes of shared memory that a program may have on a CUDA device."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    return _shared_limit(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache  # asked for by every write
+def _shared_limit(index: int) -> int:
     return driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 

@@ -4,8 +4,8 @@ Word j of a row holds the dims of ``reference.plane_dims``: with P planes and Ha
 ``H_B = H_P (x) H_(B/P)``. So the transform is one small matrix product a plane (along words) and a butterfly
 across planes, and no value ever moves between lanes to be unpacked.
 
-Codes are unpacked as subnormal fp16 numbers, which fp16 arithmetic and tensor cores take as they are. ``ASM`` off is the
-same in plain Triton, for the interpreter, which has no inline assembly.
+Codes are unpacked as subnormal fp16 numbers, which fp16 arithmetic and tensor cores take as they are. ``ASM`` off is
+the same in plain Triton, for the interpreter, which has no inline assembly.
 """
 
 from __future__ import annotations
