@@ -153,7 +153,7 @@ def write_candidates(kind: WriteClass, gpu: Gpu, quick: bool) -> list[WriteConfi
     registers: tuple[int | None, ...] = (None,)
     if kind.workload == "large" and not tensor.rotate:
         tiles = ((16, 2), (32, 4), (64, 8))
-    elif kind.workload == "large" and gpu.capability[0] >= 9:  # 64 rows and four warps are one asynchronous product
+    elif kind.workload == "large" and gpu.capability[0] == 9:  # 64 rows and four warps are one asynchronous product
         tiles = ((64, 4), (128, 8))
         registers = (None, 96) if quick else (None, 96, 128)
     file = tuned.find_shipped(gpu.name, gpu.capability)

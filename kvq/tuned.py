@@ -224,8 +224,8 @@ def write_class(layout: PageLayout, tokens: int, pairs: int) -> WriteClass:
 
 
 def default_write(layout: PageLayout, tokens: int, pairs: int, major: int) -> WriteConfig:
-    """For a GPU of compute capability ``major``: from Hopper on, 64 rotated rows are one asynchronous product of four
-    warps; others keep the matrix of the rotation in registers."""
+    """For a GPU of compute capability ``major``: on Hopper, 64 rotated rows are one asynchronous product of four warps;
+    others keep the matrix of the rotation in registers."""
     key, value = layout.scheme.key, layout.scheme.value
     if tokens <= SMALL_WRITE:  # few programs: the shortest ones
         return WriteConfig(16, 4, "apart")
@@ -235,7 +235,7 @@ def default_write(layout: PageLayout, tokens: int, pairs: int, major: int) -> Wr
         values = "apart"  # the registers of two kinds of code would add up
     if not (key.rotate or value.rotate):
         return WriteConfig(16, 4 if wide else 2, values)
-    if major >= 9:
+    if major == 9:
         return WriteConfig(64, 4, values)
     return WriteConfig(16, 4 if wide else 1, values)
 

@@ -115,12 +115,18 @@ def load_raw(
 
 @triton.jit
 def rotate_raw(x, h, ASM: tl.constexpr):
-    """Both parts of the rows of ``load_raw`` times ``h``, float32 [T, U] each: exact, of 16 bits and +-1."""
+    """x h for 16-bit [T, U] and +-1 [U, U], float32: exact."""
     if ASM:
         y = tl.dot(x, h)
     else:  # the interpreter multiplies bf16 wrongly
         y = tl.dot(x.to(tl.float32), h.to(tl.float32))
-    return tl.split(tl.permute(tl.reshape(y, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
+    return y
+
+
+@triton.jit
+def upper_and_lower(x):
+    """The first and the second half of the rows of ``x`` [2 T, U]."""
+    return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
 
 
 @triton.jit
@@ -419,12 +425,16 @@ def load_tensor(
     p_row, stride, last, p_mu, p_scale, dim_pair, far, near, pos,
     BITS: tl.constexpr, ROTATE: tl.constexpr, HAS_MEAN: tl.constexpr, D: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
     BLOCK: tl.constexpr, NORM: tl.constexpr, N: tl.constexpr, KV_HEADS: tl.constexpr,
-    HAS_MU: tl.constexpr, HALVES: tl.constexpr, HAS_SCALE: tl.constexpr, RAW: tl.constexpr, CLAMP: tl.constexpr,
+    HAS_MU: tl.constexpr, HALVES: tl.constexpr, HAS_SCALE: tl.constexpr, RAW: tl.constexpr, JOIN: tl.constexpr,
+    CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """T rows of K or V: of ``load_raw`` (twice) if RAW and ROTATE, else of ``load_rows``; their means if HAS_MEAN."""
+    """T rows of K or V: of ``load_raw`` (twice) if RAW, ROTATE and JOIN, else of ``load_rows``; means if HAS_MEAN.
+
+    JOIN: both parts of the rows are rotated by one product, which is worth it where that is asynchronous.
+    """
     o_row = tl.minimum(tl.arange(0, T), last) * stride
     mean = 0.0
-    if RAW and ROTATE:
+    if RAW and ROTATE and JOIN:
         x0 = load_raw(p_row, stride, last, 16 // BITS, D, T, W, BLOCK)
         x1 = x0
     else:
@@ -441,13 +451,15 @@ def load_tensor(
 def encode_tensor(
     x0, x1, mean, h,
     BITS: tl.constexpr, SYM: tl.constexpr, CLIP: tl.constexpr, GAIN: tl.constexpr, ROTATE: tl.constexpr,
-    D: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, ASM: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, JOIN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """``quantize_rows`` of what ``load_tensor`` gives, rotated by ``h`` if ROTATE."""
     if not ROTATE:
         x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
+    elif RAW and JOIN:
+        x0, x1 = upper_and_lower(rotate_raw(x0, h, ASM))
     elif RAW:
-        x0, x1 = rotate_raw(x0, h, ASM)
+        x0, x1 = rotate_raw(x0, h, ASM), rotate_raw(x1, h, ASM)
     else:
         x0, x1 = rotate_rows(x0, h, ASM), rotate_rows(x1, h, ASM)
     return quantize_rows(x0, x1, mean, BITS, SYM, CLIP, GAIN, ROTATE, D, W, NORM, RAW, ASM)
@@ -483,7 +495,8 @@ def write_kernel(
     K_GAIN: tl.constexpr, V_GAIN: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     HAS_MU: tl.constexpr, HALVES: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr,
-    CHECK: tl.constexpr, CLAMP: tl.constexpr, RAW: tl.constexpr, VALUES: tl.constexpr, ASM: tl.constexpr,
+    CHECK: tl.constexpr, CLAMP: tl.constexpr, RAW: tl.constexpr, JOIN: tl.constexpr, VALUES: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, blocks of T tokens, 2 if VALUES is "apart", else 1). VALUES: see WriteConfig; "" has no V."""
     RAW_KEY: tl.constexpr = RAW and not HAS_MU and not HAS_SCALE
@@ -518,10 +531,11 @@ def write_kernel(
         if tl.program_id(2) == 0:
             k0, k1, k_mean = load_tensor(
                 p_k, stride_k_tok, last, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair, far, near, pos,
-                K_BITS, K_ROTATE, K_MEAN, D, T, WK, BLOCK, NORM, N, KV_HEADS, HAS_MU, HALVES, HAS_SCALE, RAW_KEY, CLAMP,
+                K_BITS, K_ROTATE, K_MEAN, D, T, WK, BLOCK, NORM, N, KV_HEADS, HAS_MU, HALVES, HAS_SCALE, RAW_KEY, JOIN,
+                CLAMP,
             )  # fmt: skip
             k_word, k_stored, k_size = encode_tensor(
-                k0, k1, k_mean, k_h, K_BITS, K_SYM, K_CLIP, K_GAIN, K_ROTATE, D, WK, NORM, RAW_KEY, ASM
+                k0, k1, k_mean, k_h, K_BITS, K_SYM, K_CLIP, K_GAIN, K_ROTATE, D, WK, NORM, RAW_KEY, JOIN, ASM
             )
             finish_rows(
                 k_word, k_stored, k_size, any_trouble(k_size, CHECK and CLAMP), p_k, o_k, p_page, p_page + K_SCALES,
@@ -530,10 +544,10 @@ def write_kernel(
         else:
             v0, v1, v_mean = load_tensor(
                 p_v, stride_v_tok, last, dim_mu, dim_scale, dim_pair, far, near, pos,
-                V_BITS, V_ROTATE, V_MEAN, D, T, WV, BLOCK, NORM, N, KV_HEADS, False, False, False, RAW, CLAMP,
+                V_BITS, V_ROTATE, V_MEAN, D, T, WV, BLOCK, NORM, N, KV_HEADS, False, False, False, RAW, JOIN, CLAMP,
             )  # fmt: skip
             v_word, v_stored, v_size = encode_tensor(
-                v0, v1, v_mean, v_h, V_BITS, V_SYM, V_CLIP, V_GAIN, V_ROTATE, D, WV, NORM, RAW, ASM
+                v0, v1, v_mean, v_h, V_BITS, V_SYM, V_CLIP, V_GAIN, V_ROTATE, D, WV, NORM, RAW, JOIN, ASM
             )
             finish_rows(
                 v_word, v_stored, v_size, any_trouble(v_size, CHECK and CLAMP), p_v, o_v, p_page + V_CODES,
@@ -542,17 +556,18 @@ def write_kernel(
     else:
         k0, k1, k_mean = load_tensor(
             p_k, stride_k_tok, last, dim_mu + i_head * D, dim_scale + i_head * D, dim_pair, far, near, pos,
-            K_BITS, K_ROTATE, K_MEAN, D, T, WK, BLOCK, NORM, N, KV_HEADS, HAS_MU, HALVES, HAS_SCALE, RAW_KEY, CLAMP,
+            K_BITS, K_ROTATE, K_MEAN, D, T, WK, BLOCK, NORM, N, KV_HEADS, HAS_MU, HALVES, HAS_SCALE, RAW_KEY, JOIN,
+            CLAMP,
         )  # fmt: skip
         if VALUES == "prefetch" and ASM:
             prefetch_rows(p_v, o_v, D, DP)
         if VALUES == "early":
             v0, v1, v_mean = load_tensor(
                 p_v, stride_v_tok, last, dim_mu, dim_scale, dim_pair, far, near, pos,
-                V_BITS, V_ROTATE, V_MEAN, D, T, WV, BLOCK, NORM, N, KV_HEADS, False, False, False, RAW, CLAMP,
+                V_BITS, V_ROTATE, V_MEAN, D, T, WV, BLOCK, NORM, N, KV_HEADS, False, False, False, RAW, JOIN, CLAMP,
             )  # fmt: skip
         k_word, k_stored, k_size = encode_tensor(
-            k0, k1, k_mean, k_h, K_BITS, K_SYM, K_CLIP, K_GAIN, K_ROTATE, D, WK, NORM, RAW_KEY, ASM
+            k0, k1, k_mean, k_h, K_BITS, K_SYM, K_CLIP, K_GAIN, K_ROTATE, D, WK, NORM, RAW_KEY, JOIN, ASM
         )
         if VALUES == "":
             trouble = any_trouble(k_size, CHECK and CLAMP)
@@ -560,10 +575,10 @@ def write_kernel(
             if VALUES != "early":
                 v0, v1, v_mean = load_tensor(
                     p_v, stride_v_tok, last, dim_mu, dim_scale, dim_pair, far, near, pos,
-                    V_BITS, V_ROTATE, V_MEAN, D, T, WV, BLOCK, NORM, N, KV_HEADS, False, False, False, RAW, CLAMP,
+                    V_BITS, V_ROTATE, V_MEAN, D, T, WV, BLOCK, NORM, N, KV_HEADS, False, False, False, RAW, JOIN, CLAMP,
                 )  # fmt: skip
             v_word, v_stored, v_size = encode_tensor(
-                v0, v1, v_mean, v_h, V_BITS, V_SYM, V_CLIP, V_GAIN, V_ROTATE, D, WV, NORM, RAW, ASM
+                v0, v1, v_mean, v_h, V_BITS, V_SYM, V_CLIP, V_GAIN, V_ROTATE, D, WV, NORM, RAW, JOIN, ASM
             )
             trouble = any_trouble(max_nan(k_size, v_size), CHECK and CLAMP)
         finish_rows(
@@ -653,6 +668,6 @@ def write(
         BLOCK=block, NORM=block**-0.5, HAS_MU=has_mu, HALVES=has_mu and halves,
         HAS_SCALE=transform is not None and transform.has_scale,
         HAS_HOT=hot is not None, CHECK=check, CLAMP=clamp, VALUES=values,
-        RAW=not clamp and key.dtype != torch.float32, ASM=USE_ASM, num_warps=config.num_warps,
+        RAW=not clamp and key.dtype != torch.float32, JOIN=config.tokens >= 64, ASM=USE_ASM, num_warps=config.num_warps,
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip

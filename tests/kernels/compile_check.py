@@ -29,9 +29,9 @@ def kernels(capability: int) -> list[tuple[str, cases.Case, list[Launch]]]:
     def add(case: cases.Case, *parts: str) -> None:
         batch = cases.make_batch(case, "cpu")
         config = fit(DecodeConfig(), batch.layout, case.pairs, SHARED[capability])
-        chunk = default_write(batch.layout, 8192, case.pairs, capability // 10)
+        few, chunk = (default_write(batch.layout, n, case.pairs, capability // 10) for n in (64, 8192))
         calls = {
-            "write": lambda: cases.write_kernel(replace(batch, tokens=batch.tokens[:1])),
+            "write": lambda: cases.write_kernel(replace(batch, tokens=batch.tokens[:1]), few),
             "write a chunk": lambda: cases.write_kernel(replace(batch, tokens=batch.tokens[:1]), chunk),
             "gather": lambda: cases.gather_kernel(batch, 0, 0, torch.float16),
             "decode": lambda: cases.decode_kernel(batch, torch.float16, config),
