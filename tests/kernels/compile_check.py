@@ -1,5 +1,5 @@
-"""``python -m tests.kernels.compile_check 90``: compile the kernels for a GPU that is not here and print, as JSON, what
-each one takes."""
+"""``python -m tests.kernels.compile_check 90 [writes]``: compile the kernels for a GPU that is not here and print, as
+JSON, what each one takes. ``writes``: a chunk of INT4 in every way that kvq.tune measures on Hopper."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from kvq import INT4, INT8, K8V4, DecodeConfig
 from kvq.kernels.inspect import Launch, compile_launch, launches_of
-from kvq.tuned import default_write, fit
+from kvq.tuned import VALUES, WriteConfig, default_write, fit
 from tests.kernels import cases
 
 KIB = 1024
@@ -53,9 +53,21 @@ def kernels(capability: int) -> list[tuple[str, cases.Case, list[Launch]]]:
     return out
 
 
-def main(capability: int) -> list[dict[str, Any]]:
+def writes() -> list[tuple[str, cases.Case, list[Launch]]]:
+    case = replace(BASE, dtype=torch.bfloat16)
+    batch = cases.make_batch(case, "cpu")
+    out = []
+    for values in VALUES:
+        for maxnreg in (None, 96):
+            config = WriteConfig(64, 4, values, maxnreg)
+            launches = launches_of(lambda c=config: cases.write_kernel(replace(batch, tokens=batch.tokens[:1]), c))
+            out.append((f"write a chunk, {values}, {maxnreg}", case, launches))
+    return out
+
+
+def main(capability: int, launched: list[tuple[str, cases.Case, list[Launch]]]) -> list[dict[str, Any]]:
     rows, seen = [], set()
-    for part, case, launches in kernels(capability):
+    for part, case, launches in launched:
         for launch in launches:
             name = launch.kernel.__name__
             asked_for = name in ("decode_kernel", "write_kernel") or "compact" in name
@@ -92,4 +104,5 @@ def main(capability: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1])), indent=1))
+    capability = int(sys.argv[1])
+    print(json.dumps(main(capability, writes() if "writes" in sys.argv[2:] else kernels(capability)), indent=1))
