@@ -41,12 +41,11 @@ def gpu() -> tune.Gpu:
 
 
 def write_configs(case: cases.Case) -> list[WriteConfig]:
-    """Everything for INT4 and INT8; for others, every time to read values."""
+    """Everything for INT4 and INT8; for others, every time to read values (with an offset, which compiles slowly, two)."""
     if case.name in ("int4", "int8"):
         return tune.write_candidates(WriteClass(case.name, False, "large", case.head_dim), gpu(), True)
-    return [
-        WriteConfig(tokens, 4, values) for tokens in (16, 64) for values in VALUES if (tokens, values) != (16, "late")
-    ]
+    times = ("late", "apart") if case.pairs else VALUES
+    return [WriteConfig(64, 4, values) for values in times]
 
 
 def decode_configs(case: cases.Case) -> list[DecodeConfig]:
@@ -114,7 +113,8 @@ def test_bad_rows_are_counted_and_left_out(scheme: QuantScheme, values: str) -> 
     slots[6], slots[7], slots[8] = 256, -1, 2**40
     pages = torch.zeros(4, layout.page_bytes, dtype=torch.uint8, device="cuda")
     status = new_status("cuda")
-    quantize.write(pages, layout, key, value, slots, status, config=WriteConfig(64, 4, values))
+    config = WriteConfig(*((64, 4) if scheme.value.rotate else (16, 2)), values)
+    quantize.write(pages, layout, key, value, slots, status, config=config)
     assert status.tolist() == [2, 5, 1, 0]
     k, v = reference.gather(pages, layout, torch.arange(4, device="cuda"), 200)
     for got, x in ((k, key), (v, value)):
