@@ -41,7 +41,7 @@ def gpu() -> tune.Gpu:
 
 
 def write_configs(case: cases.Case) -> list[WriteConfig]:
-    """Everything for INT4 and INT8; for others, every time to read values (with an offset, which compiles slowly, two)."""
+    """Everything for INT4 and INT8; for others every time to read values, two with an offset, which compiles slowly."""
     if case.name in ("int4", "int8"):
         return tune.write_candidates(WriteClass(case.name, False, "large", case.head_dim), gpu(), True)
     times = ("late", "apart") if case.pairs else VALUES
