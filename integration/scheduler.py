@@ -24,6 +24,7 @@ from integration.config import Config, IntegrationError
 from integration.metadata import Identifier, Identity, made_up
 from integration.pool import Guard, RetainedPool
 from retention import EventLog, Hints, Pin, ProgramKey, ToolCall, TurnArrived, TurnFinished, make_policy
+from retention.events import check_file
 from retention.toolcalls import tool_class
 
 log = logging.getLogger("vllm.kvq")  # below vLLM's logger, so that a server shows it
@@ -531,7 +532,7 @@ def _own(path: str | None, index: int) -> str | None:
 
 def _load(path: str | None) -> dict[str, Any] | None:
     """What was learned before a restart. A damaged file is no reason not to start: it is left out, with a warning."""
-    if path is None or not Path(path).exists():
+    if path is None or not check_file("state", path).exists():
         return None
     try:
         state = json.loads(Path(path).read_text())

@@ -36,6 +36,18 @@ EVENTS = {
 }
 
 
+def check_file(name: str, path: str | os.PathLike[str]) -> Path:
+    """The path of a file that is to be written. Raises ValueError, with `name`, where that cannot be."""
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{name} must be a file, {path} is a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"{name} is {path}, but there is no folder {path.parent}: make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{name} must be writable, {path} is not")
+    return path
+
+
 class EventLog:
     """Appends events to a file from a thread of its own, so that a slow or full disk never blocks the caller.
 
@@ -44,7 +56,7 @@ class EventLog:
     refused. After an error the writer waits `retry_s`, doubling up to a minute, before it tries the disk again.
 
     `emit` may be called from any thread. Use `close()` to write what is left.
-    Raises ValueError for a size below 1.
+    Raises ValueError for a size below 1, and for a path where no file can be made.
     """
 
     def __init__(
@@ -59,7 +71,7 @@ class EventLog:
         for name, value in (("max_bytes", max_bytes), ("keep", keep), ("buffer", buffer)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self.path = Path(path)
+        self.path = check_file("events", path)
         self.dropped = 0
         self._max_bytes, self._keep, self._buffer, self._retry_s = max_bytes, keep, buffer, retry_s
         self._waiting: deque[dict[str, object]] = deque()

@@ -561,15 +561,16 @@ def make_policy(
     fraction of the budget that one tenant may hold (None: all of it). max_wait_s: a hard lease yields to a request that
     has waited this long. whole: part of a lease is worth nothing (sliding windows), so none is cut. guardrail: whether,
     or which. state: from `Policy.state()`. settings: those of the policy's
-    rule in `retention.rules`, for example `ttl_s` of "fixed". Raises ValueError for an unknown name or setting,
-    naming it and what is allowed.
+    rule in `retention.rules`, for example `ttl_s` of "fixed". Raises ValueError for an unknown name or setting, or
+    one of wrong type or size, naming it and what is allowed.
     """
     if name not in RULES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
-    allowed = list(inspect.signature(RULES[name]).parameters)
-    for setting in settings:
+    allowed = inspect.signature(RULES[name]).parameters
+    for setting, value in settings.items():
         if setting not in allowed:
             raise ValueError(f"policy {name} has no setting {setting!r}; it has {', '.join(allowed) or 'none'}")
+        _check_setting(setting, value, allowed[setting].default)
     rule = RULES[name](**settings)
     hard = rule.hard if hard is None else hard
     if guardrail is True:
@@ -597,6 +598,20 @@ def make_policy(
 def _check(name: str, value: int) -> None:
     if not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+
+
+def _check_setting(name: str, value: object, default: object) -> None:
+    """Settings come from JSON and keyword arguments: a wrong type is found here, not at the first turn."""
+    if isinstance(default, int):
+        good, wanted = isinstance(value, int) and not isinstance(value, bool), "an integer"
+    elif isinstance(default, float):
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        wanted = "a finite number"
+    else:
+        good = isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(x, str) for x in value)
+        wanted = "a list of names"
+    if not good:
+        raise ValueError(f"{name} must be {wanted}, got {value!r:.80}")
 
 
 def _known_calls(calls: Calls, hints: Hints) -> Calls:

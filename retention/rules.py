@@ -218,8 +218,8 @@ class Value(Rule):
         P(D <= ttl) * s * weight * priority  -  price * n * E[min(D, ttl)]
 
     with D the learned wait, given how long it has lasted, and is decided again while the tool runs. Nobody waits: the
-    price is 0 and everything with a chance to return is kept. `slack` lengthens it, so that a return is not missed by
-    the width of the sample.
+    price is 0 and everything with a chance to return is kept. Each D counts `slack` times as long, then and when it is
+    decided again, so that a return is not missed by the width of the sample.
 
     Given up first is the least value density: expected seconds saved per block and second of holding until the
     deadline,
@@ -265,7 +265,7 @@ class Value(Rule):
         rate = self.price.per_block * lease.charge
         elapsed = now - lease.finished_at
         cap = max(0.0, self._max_ttl_s - elapsed)
-        ttl, _ = lease.curve.best_ttl(benefit, rate, elapsed, cap)
+        ttl, _ = lease.curve.best_ttl(benefit, rate, elapsed / self._slack, cap)
         return min(cap, ttl * self._slack)
 
     def rank(self, lease: Lease, now: float) -> Rank:

@@ -45,6 +45,17 @@ def test_the_schema_is_documented():
         assert re.findall(r"`(\w+)`", row.group())[1:] == list(fields)
 
 
+def test_a_path_where_no_file_can_be_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="events must be a file"):
+        EventLog(tmp_path)
+    with pytest.raises(ValueError, match="there is no folder"):
+        EventLog(tmp_path / "missing" / "e.jsonl")
+    if os.geteuid():
+        (tmp_path / "locked").mkdir(mode=0o500)
+        with pytest.raises(ValueError, match="events must be writable"):
+            EventLog(tmp_path / "locked" / "e.jsonl")
+
+
 def test_files_rotate_and_the_oldest_go(tmp_path):
     log = EventLog(tmp_path / "e.jsonl", max_bytes=2000, keep=2)
     for i in range(100):
@@ -90,7 +101,9 @@ def test_a_disk_that_hangs_blocks_nobody_and_the_buffer_is_bounded(tmp_path, mon
 
 
 def test_a_disk_that_recovers_is_used_again(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
     log = EventLog(tmp_path / "sub" / "e.jsonl", retry_s=0.01)
+    (tmp_path / "sub").rmdir()
     log.emit("guardrail_on", 0.0, **GUARDRAIL_ON)
     while not log.dropped:
         time.sleep(0.001)

@@ -6,6 +6,7 @@ import pytest
 
 from retention.cost import PrefillCost
 from retention.pins import Lease
+from retention.policy import make_policy
 from retention.programs import Program, ProgramKey
 from retention.rules import RULES, TRTLLM, Continuum, Fixed, Rule, Value
 from retention.toolcalls import ToolCall
@@ -161,6 +162,17 @@ def test_value_ttl_by_hand():
     assert rule.ttl(lease(tokens=2000, blocks=100, priority=2.0), 0.0) == 2.0  # 5 - 3, 10 - 5.25, 15 - 17.25
 
 
+def test_value_keeps_its_slack_when_it_decides_again():
+    """A tool that always takes 1 s has 1.1 s, also when the lease is looked at again at 1 s."""
+    rule = value_rule([1.0] * 8)
+    rule._slack = 1.1
+    rule.price.per_block, rule.price.weight = 0.01, 5.0
+    item = lease(tokens=2000, blocks=100)
+    for now in (0.0, 0.5, 1.0, 1.05):
+        assert now + rule.ttl(item, now) == pytest.approx(1.1)
+    assert rule.ttl(item, 1.2) == 0.0
+
+
 def test_value_decides_again_while_the_tool_runs():
     rule = value_rule([1.0, 2.0, 10.0])
     rule.price.per_block, rule.price.weight = 0.01, 5.0
@@ -254,3 +266,30 @@ def test_the_base_rule_has_all_hooks():
 def test_bad_settings_are_refused(name, bad):
     with pytest.raises(ValueError, match="must be"):
         RULES[name](**bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("fixed", {"ttl_s": "x"}),
+        ("fixed", {"ttl_s": math.nan}),
+        ("fixed", {"ttl_s": True}),
+        ("value", {"max_ttl_s": "600"}),
+        ("value", {"overcommit": None}),
+        ("value", {"window": 2.5}),
+        ("value", {"samples": True}),
+        ("trtllm", {"duration_s": math.inf}),
+        ("continuum", {"samples": 20.0}),
+        ("ema", {"off": "bash"}),
+        ("ema", {"off": [1]}),
+    ],
+)
+def test_settings_of_wrong_type_are_refused_at_once(name, bad):
+    (setting,) = bad
+    with pytest.raises(ValueError, match=f"^{setting} must be "):
+        make_policy(name, total_blocks=100, **bad)
+
+
+def test_settings_that_json_can_write_are_taken():
+    make_policy("ema", total_blocks=100, off=["bash"], ttl_s=2, alpha=0.5)
+    make_policy("value", total_blocks=100, max_ttl_s=600, overcommit=0)
