@@ -57,7 +57,12 @@ class Connection:
         ask = getattr(self._client, "_call_utility_async", None)  # `call_utility_async` returns the first one's answer
         if len(cores) < 2 or ask is None:
             return [await self._client.call_utility_async(METHOD, op, payload)]
-        return await asyncio.gather(*[ask(METHOD, op, payload, engine=core) for core in cores])
+        answers = await asyncio.gather(*[ask(METHOD, op, payload, engine=core) for core in cores])
+        if op == "enable":
+            begun = [core for core, answer in zip(cores, answers) if isinstance(answer, dict) and "error" not in answer]
+            if len(begun) < len(cores):  # all of them or none
+                await asyncio.gather(*[ask(METHOD, "disable", {}, engine=core) for core in begun])
+        return answers
 
 
 def merged(op: str, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:

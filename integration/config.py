@@ -54,8 +54,8 @@ class Config:
             raise IntegrationError("retention must be True: it is what this version enables")
         known = {name: values.pop(name) for name in list(values) if name in cls.__dataclass_fields__}
         settings = known.pop("settings", {})
-        if not isinstance(settings, Mapping):
-            raise IntegrationError(f"settings must be a mapping, got {settings!r}")
+        if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
+            raise IntegrationError(f"settings must be a mapping of names, got {settings!r:.80}")
         for name in ("events", "state"):
             if isinstance(known.get(name), os.PathLike):
                 known[name] = os.fspath(known[name])

@@ -39,12 +39,15 @@ EVENTS = {
 def check_file(name: str, path: str | os.PathLike[str]) -> Path:
     """The path of a file that is to be written. Raises ValueError, with `name`, where that cannot be."""
     path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{name} must be a file, {path} is a folder")
-    if not path.parent.is_dir():
-        raise ValueError(f"{name} is {path}, but there is no folder {path.parent}: make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{name} must be writable, {path} is not")
+    try:
+        if path.is_dir():
+            raise ValueError(f"{name} must be a file, {path} is a folder")
+        if not path.parent.is_dir():
+            raise ValueError(f"{name} is {path}, but there is no folder {path.parent}: make it first")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{name} must be writable, {path} is not")
+    except OSError as error:
+        raise ValueError(f"{name} must be the name of a file: {error}") from None
     return path
 
 

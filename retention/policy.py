@@ -605,7 +605,7 @@ def _check_setting(name: str, value: object, default: object) -> None:
     if isinstance(default, int):
         good, wanted = isinstance(value, int) and not isinstance(value, bool), "an integer"
     elif isinstance(default, float):
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
         wanted = "a finite number"
     else:
         good = isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(x, str) for x in value)

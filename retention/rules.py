@@ -71,6 +71,8 @@ class Fixed(Rule):
 
     def __init__(self, ttl_s: float = 2.0) -> None:
         super().__init__()
+        if not 0.0 <= ttl_s < math.inf:
+            raise ValueError(f"ttl_s must be finite and at least 0, got {ttl_s}")
         self.predictor = TTLPredictor("fixed", fixed_s=ttl_s)
 
     def ttl(self, lease: Lease, now: float) -> float:
@@ -196,6 +198,8 @@ class TRTLLM(Rule):
         super().__init__()
         if not 0 <= priority <= 100:
             raise ValueError(f"priority must be in [0, 100], got {priority}")
+        if not 0.0 <= duration_s < math.inf:
+            raise ValueError(f"duration_s must be finite and at least 0, got {duration_s}")
         self._level = priority / NEUTRAL_PRIORITY
         self._duration_s = duration_s
 
@@ -264,9 +268,9 @@ class Value(Rule):
         benefit = lease.saved_seconds(self.cost) * self.price.weight * lease.priority
         rate = self.price.per_block * lease.charge
         elapsed = now - lease.finished_at
-        cap = max(0.0, self._max_ttl_s - elapsed)
-        ttl, _ = lease.curve.best_ttl(benefit, rate, elapsed / self._slack, cap)
-        return min(cap, ttl * self._slack)
+        known = elapsed / self._slack  # waits to come are `slack` times those of the sample
+        ttl, _ = lease.curve.best_ttl(benefit, rate, known, self._max_ttl_s - known)
+        return max(0.0, min(self._max_ttl_s - elapsed, ttl * self._slack))
 
     def rank(self, lease: Lease, now: float) -> Rank:
         saved = lease.saved_seconds(self.cost) * lease.priority / max(1, lease.charge)

@@ -18,12 +18,14 @@ class Cores:
 
     def __init__(self, *answers: Any) -> None:
         self.core_engines = [b"0", b"1"]
+        self.asked: list[tuple[bytes, str]] = []
         self._answers = dict(zip(self.core_engines, answers, strict=True))
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         return self._answers[b"0"]
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
+        self.asked.append((engine, args[0]))
         return self._answers[engine]
 
 
@@ -56,3 +58,10 @@ def test_answers_of_several_cores_are_put_together():
 def test_an_error_of_any_core_is_an_error():
     with pytest.raises(IntegrationError, match="enabled already"):
         ask("enable", {"enabled": True}, {"error": "retention is enabled already on this engine"})
+
+
+def test_cores_are_all_enabled_or_none_is():
+    cores = Cores({"enabled": True}, {"error": "retention is enabled already on this engine"})
+    with pytest.raises(IntegrationError, match="enabled already"):
+        asyncio.run(Connection(cores, None).acall("enable"))
+    assert cores.asked == [(b"0", "enable"), (b"1", "enable"), (b"0", "disable")]

@@ -50,6 +50,8 @@ def test_a_path_where_no_file_can_be_is_refused(tmp_path):
         EventLog(tmp_path)
     with pytest.raises(ValueError, match="there is no folder"):
         EventLog(tmp_path / "missing" / "e.jsonl")
+    with pytest.raises(ValueError, match="events must be the name of a file"):
+        EventLog(tmp_path / ("x" * 300))
     if os.geteuid():
         (tmp_path / "locked").mkdir(mode=0o500)
         with pytest.raises(ValueError, match="events must be writable"):

@@ -173,6 +173,16 @@ def test_value_keeps_its_slack_when_it_decides_again():
     assert rule.ttl(item, 1.2) == 0.0
 
 
+@pytest.mark.parametrize("wait", [10.0, 95.0, 100.0])
+def test_value_keeps_a_long_wait_to_the_bound(wait):
+    """Memory is free, the wait is below max_ttl_s: whenever it is looked at, the lease lasts as long as was said."""
+    rule = value_rule([wait] * 8)
+    rule._slack, rule._max_ttl_s = 1.1, 100.0
+    end = min(100.0, 1.1 * wait)
+    for now in (0.0, 0.5 * wait, 0.9 * wait, wait - 1e-6):
+        assert now + rule.ttl(lease(), now) == pytest.approx(end)
+
+
 def test_value_decides_again_while_the_tool_runs():
     rule = value_rule([1.0, 2.0, 10.0])
     rule.price.per_block, rule.price.weight = 0.01, 5.0
@@ -258,6 +268,7 @@ def test_the_base_rule_has_all_hooks():
         ("value", {"hold_s": math.inf}),
         ("value", {"ahead_s": -1.0}),
         ("trtllm", {"priority": 101}),
+        ("trtllm", {"duration_s": -1.0}),
         ("continuum", {"samples": 0}),
         ("fixed", {"ttl_s": -1.0}),
         ("ema", {"alpha": 2.0}),
@@ -274,6 +285,7 @@ def test_bad_settings_are_refused(name, bad):
         ("fixed", {"ttl_s": "x"}),
         ("fixed", {"ttl_s": math.nan}),
         ("fixed", {"ttl_s": True}),
+        ("fixed", {"ttl_s": 10**400}),
         ("value", {"max_ttl_s": "600"}),
         ("value", {"overcommit": None}),
         ("value", {"window": 2.5}),
