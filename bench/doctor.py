@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
@@ -98,6 +99,42 @@ def check_gpu() -> Iterator[Finding]:
         yield Finding(f"gpu {index}", "ok" if supported else "wrong", detail, advice)
 
 
+def gpus() -> list[tuple[str, tuple[int, int]]]:
+    """Name and compute capability of each GPU."""
+    import torch
+
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [(properties.name, (properties.major, properties.minor)) for properties in found]
+
+
+def check_tuned(gpus: Sequence[tuple[str, tuple[int, int]]]) -> Iterator[Finding]:
+    """Which file of tuned launch configurations each GPU uses, and whether the one that KVQ_TUNED names is good."""
+    from kvq import tuned
+
+    given, own = os.environ.get(tuned.ENVIRONMENT), None
+    subject, make = "launch configurations", "kvq tune --out FILE measures this GPU; set KVQ_TUNED=FILE"
+    if given:
+        try:
+            own = tuned.load(given)
+        except ValueError as error:
+            yield Finding(subject, "wrong", f"KVQ_TUNED is refused: {error}", f"{make}, or unset it")
+        else:
+            if not gpus:
+                yield Finding(subject, "ok", f"KVQ_TUNED={given} is for {own.device}; not used, there is no GPU")
+    for name, capability in gpus:
+        if own is not None and tuned._fits(own, name, capability):
+            yield Finding(subject, "ok", f"KVQ_TUNED={given}")
+            continue
+        if own is not None:
+            yield Finding(subject, "wrong", f"KVQ_TUNED={given} is for {own.device}, this is {name}", make)
+        shipped = tuned.find_shipped(name, capability)
+        if shipped is None:
+            yield Finding(subject, "absent", f"no file for {name}; the defaults are used", make)
+        else:
+            how = "measured" if shipped.measured else "derived, not measured"
+            yield Finding(subject, "ok", f"{shipped.path} ({how})")
+
+
 def check_operations() -> Iterator[Finding]:
     """Write, read back and attend to a few tokens with each preset; on a GPU this compiles and runs every kernel."""
     import torch
@@ -143,7 +180,7 @@ def check_operations() -> Iterator[Finding]:
 def examine() -> list[Finding]:
     findings = [*check_python(), *check_libraries(), *check_shadowing()]
     if installed("torch"):
-        findings += [*check_gpu(), *check_operations()]
+        findings += [*check_gpu(), *check_tuned(gpus()), *check_operations()]
     return findings
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections import Counter, defaultdict
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.records import event_of
 from bench.top import printable
 
 ENDS = ("reuse", "expire", "release", "supersede")  # and evict with left 0
@@ -68,12 +68,9 @@ def read(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], int]:
         with open(name, errors="replace") as file:
             for line in file:
                 try:
-                    event = json.loads(line)
-                    event["event"], float(event["t"])
-                except (ValueError, KeyError, TypeError):
+                    events.append(event_of(line))
+                except ValueError:
                     bad += bool(line.strip())
-                    continue
-                events.append(event)
     if not events:
         raise ValueError(f"no events in {', '.join(names)} ({bad} unreadable lines)")
     return sorted(events, key=lambda event: event["t"]), bad
@@ -82,14 +79,21 @@ def read(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], int]:
 def summarize(events: Sequence[dict[str, Any]], unreadable: int = 0) -> Summary:
     """Counts, returns by tool, leases and guardrail times of events in order of time."""
     summary = Summary(
-        Counter(e["event"] for e in events), Counter(), {}, [], [], events[0]["t"], events[-1]["t"], unreadable
+        counts=Counter(printable(event["event"]) for event in events),
+        reasons=Counter(),
+        tools={},
+        leases=[],
+        off=[],
+        first=events[0]["t"],
+        last=events[-1]["t"],
+        unreadable=unreadable,
     )
     tools: defaultdict[str, Tool] = defaultdict(Tool)
     live: dict[int, Lease] = {}
     for event in events:
         kind, t = event["event"], event["t"]
         if event.get("reason"):
-            summary.reasons[kind, event["reason"]] += 1
+            summary.reasons[printable(kind), printable(event["reason"])] += 1
         if kind in ("reuse", "miss"):
             tool = tools[printable(event.get("tool") or "unknown")]
             tool.hits += kind == "reuse"
@@ -164,7 +168,8 @@ def timeline(summary: Summary, path: Path, programs: int = 40) -> None:
         top.plot([], [], color=color, linewidth=3, label=name)
     top.plot([], [], "|", color="black", linestyle="none", label="deadline")
     top.legend(loc="upper right", fontsize="small", ncols=6)
-    top.set_yticks(range(len(busiest)), busiest, fontsize="xx-small")
+    labels = [name.replace("$", r"\$") for name in busiest]  # else matplotlib reads it as a formula
+    top.set_yticks(range(len(busiest)), labels, fontsize="xx-small")
     top.set_title("Leases, by what ended them")
     changes = [(lease.start, lease.blocks) for lease in summary.leases]
     changes += [(lease.end, -lease.blocks) for lease in summary.leases if not math.isnan(lease.end)]
@@ -201,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         events, bad = read(args.events)
     except (OSError, ValueError) as error:
         print(f"kvq report: {error}", file=sys.stderr)
-        return 1
+        return 2
     summary = summarize(events, bad)
     print(render(summary))
     if not args.no_png:

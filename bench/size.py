@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.arguments import number
 from kvq.page import PAGE_SIZES, PageLayout
 from kvq.scheme import INT4, INT8, K8V4
 
@@ -46,7 +47,7 @@ def parse_bytes(text: str) -> int:
     """Bytes of ``24GiB``, ``24G``, ``1.5TB`` or a plain number. Raises ValueError for anything else or for none."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     unit = match.group(2).lower() if match else None
-    if match is None or unit not in UNITS or float(match.group(1)) == 0:
+    if match is None or unit not in UNITS or not 0 < float(match.group(1)) < 1e15:
         raise ValueError(f"memory is {text!r}; write a positive number with a unit, such as 24GiB or 500MB")
     return int(float(match.group(1)) * UNITS[unit])
 
@@ -65,24 +66,36 @@ def read_shape(model: str) -> Shape:
         raise ValueError(
             f"model is {model!r}: neither a folder with a config.json nor a known name ({', '.join(sorted(SHAPES))})"
         )
-    config = json.loads(path.read_text())
-    config = config.get("text_config", config)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if isinstance(config, dict) and config.get("text_config") is not None:
+        config = config["text_config"]
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds {config!r:.80}; it must be the config.json of a language model, an object")
     if "kv_lora_rank" in config:
         raise ValueError(f"{path}: latent attention (MLA) keeps no K and V per head; kvq does not store it")
-    layer_types = set(config.get("layer_types") or ["full_attention"])
+    kinds = config.get("layer_types") or ["full_attention"]
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise ValueError(f"{path}: layer_types is {kinds!r:.80}; it must be a list of texts")
+    layer_types = set(kinds)
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if layer_types != {"full_attention"} or window is not None:
-        kinds = ", ".join(sorted(layer_types)) + (f" with a window of {window} tokens" if window is not None else "")
-        raise ValueError(f"{path}: layers of kind {kinds}; size is computed for full attention in every layer")
-    try:
-        heads = config["num_attention_heads"]
-        return Shape(
-            config["num_hidden_layers"],
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or config["hidden_size"] // heads,
-        )
-    except KeyError as error:
-        raise ValueError(f"{path} has no {error}; is it the config.json of a language model?") from None
+        found = ", ".join(sorted(layer_types)) + (f" with a window of {window} tokens" if window is not None else "")
+        raise ValueError(f"{path}: layers of kind {found}; size is computed for full attention in every layer")
+
+    def count(name: str, default: int | None = None) -> int:
+        value = default if config.get(name) is None else config[name]
+        if value is None:
+            raise ValueError(f"{path} has no {name!r}; is it the config.json of a language model?")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 10**6:
+            raise ValueError(f"{path}: {name} is {value!r:.80}; it must be a whole number from 1 to a million")
+        return value
+
+    heads = count("num_attention_heads")
+    head_dim = count("hidden_size") // heads if config.get("head_dim") is None else None
+    return Shape(count("num_hidden_layers"), count("num_key_value_heads", heads), count("head_dim", head_dim))
 
 
 def heads_per_rank(kv_heads: int, tp: int) -> int:
@@ -150,10 +163,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvq size", description=__doc__)
     parser.add_argument("model", help="folder or config.json of a Hugging Face model, or a name: " + ", ".join(SHAPES))
     parser.add_argument("--memory", required=True, help="memory for the KV cache on each GPU, such as 24GiB")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks (default %(default)s)")
+    parser.add_argument("--tp", type=number(int, 1), default=1, help="tensor parallel ranks (default %(default)s)")
     parser.add_argument("--page-size", type=int, default=64, choices=PAGE_SIZES, help="tokens (default %(default)s)")
-    parser.add_argument("--sequences", type=int, default=16, help="with native recent turns (default %(default)s)")
-    parser.add_argument("--recent-tokens", type=int, default=1024, help="in a sequence's last two turns (%(default)s)")
+    count = number(int, 0, 10**7)
+    parser.add_argument("--sequences", type=count, default=16, help="with native recent turns (default %(default)s)")
+    parser.add_argument("--recent-tokens", type=count, default=1024, help="of a sequence's last two turns, %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(argv)
 

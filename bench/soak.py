@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import number
+
 BLOCK = 32
 MAX_TOKENS = 1024
 VOCABULARY = 512
@@ -250,10 +252,11 @@ class Soak:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--agents", type=int, default=12)
-    parser.add_argument("--blocks", type=int, default=64, help=f"KV blocks of {BLOCK} tokens")
-    parser.add_argument("--seed", type=int, default=0)
+    least = MAX_TOKENS // BLOCK  # one request may need them all
+    parser.add_argument("--minutes", type=number(float, 0.01, 10_000), default=10.0)
+    parser.add_argument("--agents", type=number(int, 1), default=12)
+    parser.add_argument("--blocks", type=number(int, least), default=64, help=f"KV blocks of {BLOCK} tokens")
+    parser.add_argument("--seed", type=number(int, 0, 2**32 - 1), default=0)
     parser.add_argument("--model", default="made-up", help="made-up (two layers), or one of bench.models in float32")
     args = parser.parse_args(argv)
     for name, value in (

@@ -10,11 +10,11 @@ import argparse
 import json
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from bench.arguments import number
+from bench.records import check, event_of
+
 DEFAULT = "http://127.0.0.1:9400"
 STYLES = {"running": "green", "waiting_tool": "yellow", "waiting_person": "cyan", "idle": "dim"}
 ORDER = list(STYLES)
+ROW = ("program", "tenant", "state", "tool", "blocks", "ttl_left_s", "turns")  # and lease_id, where there is a lease
 COUNTED = {
     "pin": "kvq_pins_total",
     "reuse": "kvq_reuse_total",
@@ -50,24 +54,34 @@ class View:
 
 
 def from_server(url: str) -> Callable[[], View]:
-    """Asks the exporter at `url` for every frame. A server that does not answer is an OSError."""
+    """Asks the exporter at `url` for every frame. A server that is none, or does not answer, is an OSError."""
 
     def look() -> View:
-        answer = json.loads(_get(f"{url}/programs"))
-        note = f"{url}, {answer['age_s']:.0f} s old"
-        return View(answer["programs"], totals(_get(f"{url}/metrics").splitlines()), note)
+        try:
+            age_s, programs = programs_of(json.loads(_get(f"{url}/programs")))
+            return View(programs, totals(_get(f"{url}/metrics").splitlines()), f"{url}, {age_s:.0f} s old")
+        except (OSError, HTTPException, ValueError, RecursionError) as error:
+            why = f"no kvq exporter at {url} ({printable(str(error)):.200})"
+            raise OSError(f"{why}; start the server with KVQ_METRICS_PORT, or name an event log") from None
 
     return look
 
 
 def _get(url: str) -> str:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return response.read().decode()
-    except (urllib.error.URLError, TimeoutError) as error:
-        raise OSError(
-            f"no kvq exporter at {url} ({error}); start the server with KVQ_METRICS_PORT, or name an event log"
-        ) from None
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return response.read().decode()
+
+
+def programs_of(answer: Any) -> tuple[float, list[dict[str, Any]]]:
+    """Age and rows of an exporter's /programs. Raises ValueError, naming the field, where it is something else."""
+    check(answer, ("age_s", "programs"))
+    if not isinstance(answer["programs"], list):
+        raise ValueError(f"programs is {answer['programs']!r:.80}; it must be a list")
+    for row in answer["programs"]:
+        check(row, ROW)
+        if row["state"] not in ORDER:
+            raise ValueError(f"state is {row['state']!r}; allowed: {', '.join(ORDER)}")
+    return answer["age_s"], answer["programs"]
 
 
 def totals(lines: Iterable[str]) -> Counter[str]:
@@ -104,8 +118,8 @@ class EventReader:
                     break
                 self._offset += len(line)
                 try:
-                    self._take(json.loads(line))
-                except (ValueError, KeyError, TypeError):
+                    self._take(event_of(line))
+                except ValueError:
                     continue
         now = time.time()
         for row in self._programs.values():
@@ -119,9 +133,9 @@ class EventReader:
         kind = event["event"]
         if kind in COUNTED:
             self._totals[COUNTED[kind]] += 1
-        if "program" not in event:
+        if event.get("program") is None:
             return
-        key = (event["program"], event.get("tenant", ""))
+        key = (event["program"], event.get("tenant") or "")
         row = self._programs.setdefault(
             key,
             {
@@ -143,8 +157,8 @@ class EventReader:
                 tool=tool,
                 blocks=event["blocks"],
                 lease_id=event["lease"],
-                hard=event["hard"],
-                deadline=event["wall"] + event["ttl_s"],
+                hard=bool(event.get("hard")),
+                deadline=(event.get("wall") or 0.0) + event["ttl_s"],
                 turns=row["turns"] + 1,
             )
         elif kind == "evict" and event["left"]:
@@ -167,18 +181,22 @@ def render(view: View, limit: int) -> Group:
     )
     rows = sorted(view.programs, key=lambda row: (ORDER.index(row["state"]), -row["blocks"], row["program"]))
     table = Table(box=None, padding=(0, 1))
+    engines = any(row.get("engine") is not None for row in rows)  # data parallel
+    if engines:
+        table.add_column("engine", justify="right", no_wrap=True)
     for name in ("program", "state", "tool"):
         table.add_column(name, no_wrap=name == "state")  # long names give way, not the numbers
     for name in ("blocks", "ttl left", "turns"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows[:limit]:
-        leased = row["lease_id"] is not None
+        leased = row.get("lease_id") is not None
         name = f"{row['tenant']}/{row['program']}" if row["tenant"] else row["program"]
         table.add_row(
+            *([str(row.get("engine", "-"))] if engines else []),
             Text(printable(name), no_wrap=True, overflow="ellipsis"),
             Text(row["state"].replace("_", " "), style=STYLES[row["state"]]),
             Text(printable(row["tool"]), no_wrap=True, overflow="ellipsis"),
-            f"{row['blocks']}{' hard' if row['hard'] else ''}" if leased else "-",
+            f"{row['blocks']}{' hard' if row.get('hard') else ''}" if leased else "-",
             f"{row['ttl_left_s']:.1f} s" if leased else "-",
             str(row["turns"]),
         )
@@ -192,14 +210,16 @@ def render(view: View, limit: int) -> Group:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvq top", description=__doc__)
     parser.add_argument("source", nargs="?", default=DEFAULT, help="URL of an exporter, or an event log (%(default)s)")
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between frames (%(default)s)")
-    parser.add_argument("--rows", type=int, default=40, help="at most so many programs (%(default)s)")
-    parser.add_argument("--once", action="store_true", help="print one frame and end")
+    seconds, rows = number(float, 0.05, 86400), number(int, 1)
+    parser.add_argument("--interval", type=seconds, default=1.0, help="seconds between frames (%(default)s)")
+    parser.add_argument("--rows", type=rows, default=40, help="at most so many programs (%(default)s)")
+    parser.add_argument("--once", action="store_true", help="print one frame and end; so it does without a terminal")
     args = parser.parse_args(argv)
-    if not args.interval > 0:
-        raise ValueError(f"--interval must be positive, got {args.interval}")
     look = from_server(args.source.rstrip("/")) if "://" in args.source else EventReader(Path(args.source))
     console = Console()
+    if not args.once and not sys.stdout.isatty():
+        print("kvq top: the output is no terminal: one frame, as with --once", file=sys.stderr)
+        args.once = True
     if args.once:
         console.print(render(look(), args.rows))
         return 0

@@ -108,11 +108,6 @@ def test_quantiles_are_values_that_were_seen():
     assert agents_demo.quantile([5.0], 0.5) == 5.0
 
 
-def test_a_size_below_one_is_refused():
-    with pytest.raises(ValueError, match="--pause must be at least 1"):
-        agents_demo.main(["--pause", "0"])
-
-
 def test_requests_that_still_wait_when_a_cell_is_cut_count_with_their_wait():
     turns = [
         engine_study.Turn(0, 0, 100, due=0.0, first_token=0.5, finished=1.0),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import cli, doctor, size
+from bench import agents_demo, cli, doctor, size, soak
+from kvq import tuned
 from kvq.page import PageLayout
 from kvq.scheme import INT4
 
@@ -32,10 +33,10 @@ def test_unknown_command_is_refused(capsys):
     assert "no command 'compress'" in capsys.readouterr().err
 
 
-def test_bad_input_ends_with_one_line_and_status_1():
+def test_bad_input_ends_with_one_line_and_status_2():
     command = [sys.executable, "-m", "bench", "size", "no-such-model", "--memory", "24GiB"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert ran.stderr.count("\n") == 1 and "no-such-model" in ran.stderr and "llama-3-8b" in ran.stderr
 
 
@@ -46,7 +47,7 @@ def test_memory_units(text, value):
     assert size.parse_bytes(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "0GiB", "-1GiB", "24 gigs", "GiB", "24i"])
+@pytest.mark.parametrize("text", ["", "9" * 400 + "GiB", "0GiB", "-1GiB", "24 gigs", "GiB", "24i"])
 def test_memory_that_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match="memory is"):
         size.parse_bytes(text)
@@ -105,6 +106,54 @@ def test_models_whose_cache_is_not_full_attention_are_refused(tmp_path, values):
         size.read_shape(write_config(tmp_path, **values))
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "holds []"),
+        ('"llama"', "holds 'llama'"),
+        ('{"text_config": 5}', "holds 5"),
+        ('{"text_config": null}', "no 'num_attention_heads'"),
+        ('{"layer_types": 5}', "layer_types is 5"),
+        ('{"layer_types": [["full_attention"]]}', "layer_types is"),
+        ('{"num_attention_heads": 0}', "num_attention_heads is 0"),
+        ('{"num_attention_heads": "8"}', "num_attention_heads is '8'"),
+        ('{"num_attention_heads": 8, "num_hidden_layers": 2, "hidden_size": 4}', "head_dim is 0"),
+        ('{"num_attention_heads": 8, "head_dim": 64, "num_hidden_layers": true}', "num_hidden_layers is True"),
+    ],
+)
+def test_a_config_that_is_none_is_refused_by_name(tmp_path, capsys, text, named):
+    (tmp_path / "config.json").write_text(text)
+    assert cli.main(["size", str(tmp_path), "--memory", "24GiB"]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "config.json") in error and named in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "argv"),
+    [
+        (soak, ["--minutes", "-1"]),
+        (soak, ["--minutes", "inf"]),
+        (soak, ["--blocks", "4"]),
+        (agents_demo, ["--policy", "best"]),
+        (agents_demo, ["--pause", "0"]),
+        (size, ["x", "--memory", "1G", "--tp", "0"]),
+    ],
+)
+def test_arguments_are_refused_before_anything_starts(module, argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        module.main(argv)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {argv[-2]}: " in error and argv[-1] in error
+
+
+def test_agents_refuses_a_log_that_cannot_be_before_the_engine_starts(capsys):
+    assert cli.main(["agents", "--events", "/missing/events.jsonl"]) == 2
+    assert "--events is /missing/events.jsonl" in capsys.readouterr().err
+
+
 def test_size_prints_every_format(capsys):
     assert cli.main(["size", "llama-3-8b", "--memory", "24GiB", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -121,3 +170,29 @@ def test_doctor_finds_a_package_that_shadows_ours(tmp_path, monkeypatch):
     states = {finding.subject: finding for finding in doctor.check_shadowing()}
     assert states["bench"].detail == "also installed by frappe-bench"
     assert states["integration"].state == "ok"
+
+
+H200 = ("NVIDIA H200", (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("file", "gpus", "states", "said"),
+    [
+        (None, [], [], ""),
+        (None, [H200], ["ok"], "nvidia-h200.json"),
+        (None, [("Some GPU", (8, 6))], ["absent"], "Some GPU"),
+        ("nvidia-h200.json", [], ["ok"], "no GPU"),
+        ("nvidia-h200.json", [H200], ["ok"], "KVQ_TUNED="),
+        ("nvidia-l4.json", [H200], ["wrong", "ok"], "NVIDIA L4"),
+        ("missing.json", [], ["wrong"], "missing.json"),
+        ("missing.json", [H200], ["wrong", "ok"], "missing.json"),
+    ],
+)
+def test_doctor_says_which_tuned_file_is_used_and_why_one_is_not(monkeypatch, file, gpus, states, said):
+    if file is None:
+        monkeypatch.delenv("KVQ_TUNED", raising=False)
+    else:
+        monkeypatch.setenv("KVQ_TUNED", str(tuned.FOLDER / file))
+    findings = list(doctor.check_tuned(gpus))
+    assert [finding.state for finding in findings] == states
+    assert said in "".join(finding.detail for finding in findings)

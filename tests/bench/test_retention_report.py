@@ -77,12 +77,12 @@ def test_the_command_draws_the_timeline(tmp_path, capsys):
 def test_a_log_without_events_is_refused_by_name(tmp_path, capsys, content):
     log = tmp_path / "none.jsonl"
     log.write_text(content)
-    assert main([str(log), "--no-png"]) == 1
+    assert main([str(log), "--no-png"]) == 2
     assert "none.jsonl" in capsys.readouterr().err
 
 
 def test_a_missing_log_is_refused(tmp_path, capsys):
-    assert main([str(tmp_path / "gone.jsonl")]) == 1
+    assert main([str(tmp_path / "gone.jsonl")]) == 2
     assert "gone.jsonl" in capsys.readouterr().err
 
 
@@ -100,3 +100,31 @@ def test_what_a_policy_writes_can_be_read(tmp_path):
     assert summary.counts["pin"] == 3
     assert summary.tools["bash"].hits == 2 and summary.tools["bash"].waits == [2.0, 2.0]
     assert len(summary.leases) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"t": "2"},
+        {"t": float("inf")},
+        {"t": 10**400},
+        {"ttl_s": None},
+        {"lease": []},
+        {"program": 7},
+        {"blocks": "9"},
+        {"reason": ["x"]},
+    ],
+)
+def test_a_line_with_a_field_of_wrong_type_is_skipped_and_counted(tmp_path, wrong, capsys):
+    log = write(tmp_path / "events.jsonl", [*EVENTS, {**EVENTS[0], **wrong}])
+    assert main([str(log), "--no-png"]) == 0
+    assert "9 events in 9.0 s, 1 unreadable" in capsys.readouterr().out
+
+
+def test_what_a_log_says_cannot_steer_the_terminal_or_the_drawing(tmp_path, capsys):
+    odd = {**EVENTS[0], "program": "$x^$", "tool": "\x1b[2J"}
+    other = {"event": "\x1b[31mpin", "t": 1.0, "reason": "\x1b]0;title\x07"}
+    log = write(tmp_path / "events.jsonl", [odd, other])
+    assert main([str(log)]) == 0
+    text = capsys.readouterr().out
+    assert "[31mpin" in text and "]0;title" in text and not {"\x1b", "\x07"} & set(text)

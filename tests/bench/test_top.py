@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
 
 import pytest
@@ -118,6 +120,99 @@ def test_long_names_leave_room_for_the_rest():
 @pytest.mark.parametrize("source", ["http://127.0.0.1:9", "missing.jsonl"])
 def test_a_source_that_is_not_there_ends_with_one_line(source, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["top", "--once", source]) == 1
+    assert cli.main(["top", "--once", source]) == 2
     error = capsys.readouterr().err
     assert source in error and error.count("\n") == 1
+
+
+ROW = {"program": "a", "tenant": "", "state": "running", "tool": "", "blocks": 0, "ttl_left_s": 0.0, "turns": 1}
+
+
+@pytest.fixture
+def exporter():
+    """Address of a server, and the answers by path that it gives. Without one it speaks no HTTP."""
+    answers: dict[str, str] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path in answers:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(answers[self.path].encode())
+            else:
+                self.wfile.write(b"SSH-2.0-\x1b[2J\r\n")
+
+        def log_message(self, *args) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", answers
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        (None, "SSH-2.0"),
+        ("[]", "not an object"),
+        ("{}", "age_s"),
+        ('{"age_s": null, "programs": []}', "age_s"),
+        ('{"age_s": 1, "programs": {}}', "programs"),
+        (json.dumps({"age_s": 1, "programs": [{**ROW, "state": None}]}), "state"),
+        (json.dumps({"age_s": 1, "programs": [{**ROW, "state": "asleep"}]}), "'asleep'"),
+        (json.dumps({"age_s": 1, "programs": [{**ROW, "blocks": "7"}]}), "blocks is '7'"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_a_server_that_is_no_exporter_is_named_in_one_line(exporter, capsys, answer, named):
+    url, answers = exporter
+    if answer is not None:
+        answers["/programs"] = answer
+    assert cli.main(["top", "--once", url]) == 2
+    error = capsys.readouterr().err
+    assert url in error and named in error and error.count("\n") == 1 and "\x1b" not in error
+
+
+def test_engines_are_told_apart_where_there_are_several(exporter, capsys):
+    url, answers = exporter
+    answers["/metrics"] = "kvq_pins 2.0\n"
+    for rows, shown in (([ROW], False), ([{**ROW, "engine": 0}, {**ROW, "engine": 1}], True)):
+        answers["/programs"] = json.dumps({"age_s": 0.2, "programs": rows})
+        assert cli.main(["top", "--once", url]) == 0
+        out = capsys.readouterr().out
+        assert ("engine" in out) == shown and "2 leases" in out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--interval", "1e308"], ["--interval", "nan"], ["--interval", "0"], ["--rows", "-3"], ["--rows", "x"]],
+)
+def test_arguments_out_of_range_are_refused(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["top", *argv])
+    assert stop.value.code == 2
+    assert f"argument {argv[0]}: {argv[1]!r} is not allowed; give " in capsys.readouterr().err
+
+
+def test_an_address_that_is_none_is_refused(capsys):
+    assert cli.main(["top", "http://h:1x"]) == 2
+    assert "http://h:1x" in capsys.readouterr().err
+
+
+def test_without_a_terminal_one_frame_is_printed(tmp_path, capsys):
+    log = tmp_path / "events.jsonl"
+    log.write_text(pin(1))
+    assert cli.main(["top", str(log)]) == 0
+    printed = capsys.readouterr()
+    assert "1 leases, 9 blocks" in printed.out and "no terminal" in printed.err
+
+
+@pytest.mark.parametrize(
+    "fields", [{"program": 7}, {"ttl_s": None}, {"ttl_s": float("nan")}, {"blocks": 1.5}, {"t": "2"}, {"lease": True}]
+)
+def test_a_line_with_a_field_of_wrong_type_counts_for_nothing(tmp_path, fields):
+    log = tmp_path / "events.jsonl"
+    log.write_text(json.dumps({**json.loads(pin(1)), **fields}) + "\n" + pin(2, "b"))
+    view = top.EventReader(log)()
+    assert view.totals["kvq_pins_total"] == 1 and [row["program"] for row in view.programs] == ["b"]
