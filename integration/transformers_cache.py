@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvq import KeyTransform, PageLayout, QuantScheme, TurnBook, ops
 from kvq.kernels.device import DeviceTransform
 from kvq.reference import HotPool
+from kvq.scheme import check_count
 
 NEW = -1  # source of a page or slot that holds nothing yet
 
@@ -214,6 +215,9 @@ class KVQCache(Cache):
         native_dtype: torch.dtype | None = None,
         max_position: int = 131072,
     ) -> None:
+        if native_dtype is not None and native_dtype not in ops.FLOATS:
+            raise TypeError(f"native_dtype is {native_dtype!r}; allowed: float16, bfloat16, float32, or None")
+        check_count("max_position", max_position, 0)
         self.scheme = QuantScheme.parse(scheme)
         self.sequences = Sequences(page_size, recent_turns)
         super().__init__(
@@ -244,7 +248,8 @@ class KVQCache(Cache):
             page_size: tokens of a page.
             native_dtype: of the native pages; default: that of the keys, which makes them exact.
 
-        Raises ValueError for models with sliding windows or other layers, and for transforms of another model.
+        Raises ValueError for models with sliding windows or other layers, and for transforms of another model, and
+        ValueError or TypeError for arguments that are not as above.
         """
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])

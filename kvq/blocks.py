@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from kvq import ops, reference
 from kvq.kernels.device import DeviceTransform
 from kvq.page import PAGE_SIZES, PageLayout
-from kvq.scheme import FORMAT_VERSION, QuantScheme, TensorScheme, check_head_dim
+from kvq.scheme import FORMAT_VERSION, QuantScheme, TensorScheme, check_count, check_head_dim
 from kvq.transform import KeyTransform
 
 Axis = Literal["token", "channel"]
@@ -145,7 +145,7 @@ def quantize_blocks(
 
     Args:
         x: [tokens, kv_heads, head_dim], cut into blocks of ``block_size``, or [blocks, block_size, kv_heads, head_dim];
-            float16, bfloat16 or float32, any strides, any device.
+            float16, bfloat16 or float32, any strides, any device. Gradients stop here.
         axis: "token" (append-safe; the page format) or "channel" (a scale a channel over each block).
         symmetric: no zero point. Default: 4 bits asymmetric, 8 bits symmetric.
         rotate: Hadamard along head_dim first. Default: at 4 bits along axis "token".
@@ -165,12 +165,12 @@ def quantize_blocks(
         raise ValueError(f"axis is {axis!r}; allowed: 'token', 'channel'")
     if on_nonfinite not in ("raise", "clamp"):
         raise ValueError(f"on_nonfinite is {on_nonfinite!r}; allowed: 'raise', 'clamp'")
+    x = x.detach()
     blocked = x.dim() == 4
     if blocked:
         block_size = x.shape[1]
         x = x.flatten(0, 1)
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}; it must be positive")
+    check_count("block_size", block_size)
     tokens, kv_heads, head_dim = x.shape
     if not tokens:
         raise ValueError("x has no tokens")

@@ -11,7 +11,7 @@ from kvq.kernels.device import DeviceTransform
 from kvq.page import PageLayout
 from kvq.plan import DecodePlan
 from kvq.reference import HotPool
-from kvq.scheme import QuantScheme
+from kvq.scheme import QuantScheme, check_count, is_integer
 from kvq.transform import KeyTransform, format_name
 
 
@@ -29,7 +29,8 @@ class PagedKVCache:
         device: default CUDA where there is one.
 
     ``hot_index`` int32 [num_pages] names the hot slot of a page, -1 for none. ``status`` counts tokens that
-    ``check="flag"`` skipped (ops.STATUS_FIELDS). Raises ValueError for shapes the format has no place for.
+    ``check="flag"`` skipped (ops.STATUS_FIELDS). Raises ValueError for counts that are no such integers and for shapes
+    the format has no place for.
     """
 
     def __init__(
@@ -46,10 +47,9 @@ class PagedKVCache:
         max_position: int = 131072,
         device: torch.device | str | None = None,
     ) -> None:
-        if num_pages < 1:
-            raise ValueError(f"num_pages is {num_pages}; it must be positive")
-        if hot_pages < 0:
-            raise ValueError(f"hot_pages is {hot_pages}; it must not be negative")
+        check_count("num_pages", num_pages)
+        check_count("hot_pages", hot_pages, 0)
+        check_count("max_position", max_position, 0)
         if dtype is not None and dtype not in ops.FLOATS:
             raise TypeError(f"dtype is {dtype}; allowed: float16, bfloat16, float32")
         if device is None:
@@ -178,7 +178,14 @@ class PagedKVCache:
             self._written[torch.tensor(pages, device=self.device)] = False
 
     def set_hot(self, block_table: list[int], wanted: Iterable[int]) -> None:
-        """Make the hot pages of a sequence those at the indices ``wanted`` of its block table (TurnBook.hot_pages)."""
+        """Make the hot pages of a sequence those at the indices ``wanted`` of its block table (TurnBook.hot_pages).
+
+        Raises ValueError for indices beyond the table.
+        """
+        wanted = list(wanted)
+        for i in wanted:
+            if not (is_integer(i) and 0 <= i < len(block_table)):
+                raise ValueError(f"wanted holds {i!r}; the block table has {len(block_table)} pages, counted from 0")
         keep = {block_table[i] for i in wanted}
         self.demote(page for page in block_table if page not in keep)
         self.promote(sorted(keep))
@@ -188,8 +195,8 @@ class PagedKVCache:
         return len(self._slot_of)
 
     def _check_page(self, page: int) -> None:
-        if not 0 <= page < self.pages.shape[0]:
-            raise ValueError(f"page is {page}; allowed: 0..{self.pages.shape[0] - 1}")
+        if not (is_integer(page) and 0 <= page < self.pages.shape[0]):
+            raise ValueError(f"page is {page!r}; allowed: 0..{self.pages.shape[0] - 1}")
 
     def _set_index(self, pages: list[int]) -> None:
         if pages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvq.scheme import QuantScheme, check_head_dim
+from kvq.scheme import QuantScheme, check_count, check_head_dim, is_integer
 
 PAGE_SIZES = (16, 32, 64, 128)
 ALIGN = 16  # bytes; narrower strides make Triton fall back to narrow loads without cp.async
@@ -33,10 +33,9 @@ class PageLayout:
 
     def __post_init__(self) -> None:
         check_head_dim(self.head_dim)
-        if self.page_size not in PAGE_SIZES:
-            raise ValueError(f"page_size is {self.page_size}; allowed: {', '.join(map(str, PAGE_SIZES))}")
-        if self.kv_heads < 1:
-            raise ValueError(f"kv_heads is {self.kv_heads}; it must be at least 1")
+        if not is_integer(self.page_size) or self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size is {self.page_size!r}; allowed: {', '.join(map(str, PAGE_SIZES))}")
+        check_count("kv_heads", self.kv_heads)
 
     @property
     def v_codes(self) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from kvq.page import PageLayout
 from kvq.reference import HotPool, word_hadamard
+from kvq.scheme import check_count, is_integer
 from kvq.tuned import DecodeConfig, pick
 
 MAX_Q_LEN = 8
@@ -52,14 +53,14 @@ class DecodePlan:
         device: torch.device | str = "cuda",
         config: DecodeConfig | None = None,
     ) -> None:
+        for name, count in (("heads", heads), ("max_seqs", max_seqs), ("max_seq_len", max_seq_len)):
+            check_count(name, count)
         if heads % layout.kv_heads:
             raise ValueError(f"heads is {heads}; it must be a multiple of kv_heads ({layout.kv_heads})")
-        if not 1 <= q_len <= MAX_Q_LEN:
-            raise ValueError(f"q_len is {q_len}; allowed: 1 to {MAX_Q_LEN}")
+        if not (is_integer(q_len) and 1 <= q_len <= MAX_Q_LEN):
+            raise ValueError(f"q_len is {q_len!r}; allowed: 1 to {MAX_Q_LEN}")
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"sliding_window is {sliding_window}; it must be positive, or None")
-        if max_seqs < 1 or max_seq_len < 1:
-            raise ValueError(f"max_seqs is {max_seqs} and max_seq_len {max_seq_len}; both must be positive")
         self.layout, self.heads, self.q_len = layout, heads, q_len
         self.max_seqs, self.max_seq_len, self.sliding_window, self.hot = max_seqs, max_seq_len, sliding_window, hot
         self.device = torch.device(device)

@@ -229,6 +229,7 @@ def _cumulative(lengths: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(sums, dtype=torch.int32).to(device, non_blocking=True)
 
 
+@torch.no_grad()
 def prefill_pages(
     query: torch.Tensor,
     key: torch.Tensor,

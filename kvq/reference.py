@@ -1,6 +1,7 @@
 """Every operation in plain torch: the specification of the kernels, and what CPU tensors use.
 
-Arithmetic is float32 (float64 where asked); nothing here is fast. Names of the page format: kvq/page.py.
+Arithmetic is float32 (float64 where asked); nothing here is fast. Names of the page format: kvq/page.py. What reads or
+writes pages keeps no gradients, as the kernels do.
 """
 
 from __future__ import annotations
@@ -207,6 +208,7 @@ def plane_views(pages: torch.Tensor, layout: PageLayout) -> PlaneViews:
     )
 
 
+@torch.no_grad()
 def write(
     pages: torch.Tensor,
     layout: PageLayout,
@@ -245,6 +247,7 @@ def write(
     return clamped
 
 
+@torch.no_grad()
 def gather(
     pages: torch.Tensor,
     layout: PageLayout,
@@ -342,6 +345,7 @@ def skippable(
     return out.repeat_interleave(group, 0)[:, None].expand_as(scores)
 
 
+@torch.no_grad()
 def paged_attention_decode(
     query: torch.Tensor,
     pages: torch.Tensor,
@@ -386,6 +390,7 @@ def paged_attention_decode(
     return out, lse
 
 
+@torch.no_grad()
 def paged_attention_prefill(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import astuple, dataclass, replace
+from numbers import Integral
+from typing import Any
 
 FORMAT_VERSION = 1
 ENCODER = 3  # raised when the same values are quantized otherwise; what reads pages does not care
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 
 
+def is_integer(x: Any) -> bool:
+    """Whether ``x`` is an integer and no truth value."""
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise ValueError unless the argument ``name`` is an integer of at least ``least``."""
+    if not (is_integer(value) and value >= least):
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+
+
 def check_head_dim(head_dim: int) -> None:
     """Raise ValueError unless the page format and its kernels support ``head_dim``."""
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim is {head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}")
+    if not is_integer(head_dim) or head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim is {head_dim!r}; allowed: {', '.join(map(str, HEAD_DIMS))}")
 
 
 @dataclass(frozen=True)

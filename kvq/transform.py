@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvq.scheme import QuantScheme, check_head_dim
+from kvq.scheme import QuantScheme, check_count, check_head_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,7 @@ class KeyTransform:
     rotate: bool | None = None
 
     def __post_init__(self) -> None:
+        check_count("kv_heads", self.kv_heads)
         check_head_dim(self.head_dim)
         rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:

@@ -22,7 +22,7 @@ from triton.runtime import driver
 
 from kvq.kernels.device import next_pow2
 from kvq.page import PAGE_SIZES, PageLayout
-from kvq.scheme import HEAD_DIMS
+from kvq.scheme import HEAD_DIMS, PRESETS, is_integer
 
 FORMAT = 2
 SMALL_WRITE = 1024  # tokens
@@ -105,18 +105,18 @@ def load(path: str | Path) -> Tuned:
     try:
         with open(path, encoding="utf-8") as f:
             data = json.load(f)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: brackets within brackets
         raise ValueError(f"{path} is not a readable JSON file: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds {type(data).__name__}; expected an object")
     version = data.get("format")
-    if version != FORMAT:
+    if not is_integer(version) or version != FORMAT:
         raise ValueError(f"{path}: format is {version!r}; this kvq reads {FORMAT}")
     for name in ("device", "triton", "date", "source"):
         _check(path, name, data.get(name), isinstance(data.get(name), str) and data[name] != "", "a text")
     _check(path, "measured", data.get("measured"), isinstance(data.get("measured"), bool), "true or false")
     capability = data.get("capability")
-    pair = isinstance(capability, list) and len(capability) == 2 and all(_is_int(x) for x in capability)
+    pair = isinstance(capability, list) and len(capability) == 2 and all(is_integer(x) for x in capability)
     _check(path, "capability", capability, pair, "[major, minor]")
     entries = data.get("entries")
     rows = data.get("writes", [])  # files of before there were any have none
@@ -346,10 +346,6 @@ def _fits(tuned: Tuned, name: str, capability: tuple[int, int]) -> bool:
     return _named(tuned.device, name) and tuned.capability == capability
 
 
-def _is_int(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
 def _check(path: str, name: str, value: Any, good: bool, allowed: str) -> None:
     if not good:
         raise ValueError(f"{path}: {name} is {value!r}; expected {allowed}")
@@ -357,16 +353,14 @@ def _check(path: str, name: str, value: Any, good: bool, allowed: str) -> None:
 
 def _class(path: str, where: str, entry: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """The fields ``names`` of a shape or write class."""
-    allowed = {
-        "scheme": lambda x: isinstance(x, str),
-        "pairs": lambda x: isinstance(x, bool),
-        "workload": lambda x: x in ("small", "large"),
-        "rows": lambda x: _is_int(x) and x in (8, 16),
-        "head_dim": lambda x: _is_int(x) and x in HEAD_DIMS,
-        "page_size": lambda x: _is_int(x) and x in PAGE_SIZES,
-    }
+    allowed: dict[str, tuple[Any, ...]] = {
+        "scheme": tuple(sorted(PRESETS)), "pairs": (False, True), "workload": ("small", "large"), "rows": (8, 16),
+        "head_dim": HEAD_DIMS, "page_size": PAGE_SIZES,
+    }  # fmt: skip
     for name in names:
-        _check(path, f"{where}.{name}", entry.get(name), allowed[name](entry.get(name)), "a shape class that kvq has")
+        x, choices = entry.get(name), allowed[name]
+        good = x in choices and type(x) is type(choices[0])  # neither 1 for true nor 64.0 for 64
+        _check(path, f"{where}.{name}", x, good, f"one of {', '.join(map(str, choices))}")
     return {name: entry[name] for name in names}
 
 
@@ -380,7 +374,7 @@ def _config(path: str, where: str, config: Any) -> DecodeConfig:
     }  # fmt: skip
     for name, (lo, hi) in ranges.items():
         x = config[name]
-        number = _is_int(x) or (name == "programs" and isinstance(x, float))
+        number = is_integer(x) or (name == "programs" and isinstance(x, float))
         _check(path, f"{where}.{name}", x, number and lo <= x <= hi, f"{lo}..{hi}")
     _check(path, f"{where}.num_warps", config["num_warps"], config["num_warps"] in (1, 2, 4, 8), "a power of two")
     _check_maxnreg(path, where, config)
@@ -402,4 +396,4 @@ def _write_config(path: str, where: str, config: Any) -> WriteConfig:
 
 def _check_maxnreg(path: str, where: str, config: dict[str, Any]) -> None:
     x = config["maxnreg"]
-    _check(path, f"{where}.maxnreg", x, x is None or (_is_int(x) and 32 <= x <= 255), "null or 32..255")
+    _check(path, f"{where}.maxnreg", x, x is None or (is_integer(x) and 32 <= x <= 255), "null or 32..255")

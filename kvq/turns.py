@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Literal
 
+from kvq.scheme import check_count, is_integer
+
 
 class TurnBook:
     """Turn boundaries of live sequences.
@@ -19,10 +21,9 @@ class TurnBook:
     """
 
     def __init__(self, page_size: int, recent_turns: int | Literal["all"] = 2, first_page: bool = True) -> None:
-        if recent_turns != "all" and (not isinstance(recent_turns, int) or recent_turns < 0):
+        if recent_turns != "all" and not (is_integer(recent_turns) and recent_turns >= 0):
             raise ValueError(f"recent_turns is {recent_turns!r}; allowed: 0, 1, 2, ... or 'all'")
-        if page_size < 1:
-            raise ValueError(f"page_size is {page_size}; it must be positive")
+        check_count("page_size", page_size)
         self.page_size = page_size
         self.recent_turns = recent_turns
         self.first_page = first_page

@@ -321,11 +321,14 @@ def store_hot(p_row, o_row, p_hot, m_t, D: tl.constexpr, DP: tl.constexpr, CHECK
 
 
 @triton.jit
-def any_trouble(size, ALWAYS: tl.constexpr):
+def any_trouble(size, ALWAYS: tl.constexpr, ASM: tl.constexpr):
     """Whether one of ``size`` [T] is NaN or beyond fp16: the bits of a NaN are more than those of any number."""
     trouble = ALWAYS
     if not ALWAYS:
-        trouble = tl.max(size.to(tl.int32, bitcast=True), 0) > FP16_MAX_BITS
+        bits = size.to(tl.int32, bitcast=True)
+        if not ASM:  # the NaN of inf - inf on x86 is negative; max.NaN gives the positive one
+            bits = bits & 0x7FFFFFFF
+        trouble = tl.max(bits, 0) > FP16_MAX_BITS
     return trouble
 
 
@@ -538,8 +541,8 @@ def write_kernel(
                 k0, k1, k_mean, k_h, K_BITS, K_SYM, K_CLIP, K_GAIN, K_ROTATE, D, WK, NORM, RAW_KEY, JOIN, ASM
             )
             finish_rows(
-                k_word, k_stored, k_size, any_trouble(k_size, CHECK and CLAMP), p_k, o_k, p_page, p_page + K_SCALES,
-                row, m_t, status, K_BITS, K_SYM, D, DP, WK, CHECK, CLAMP, ASM,
+                k_word, k_stored, k_size, any_trouble(k_size, CHECK and CLAMP, ASM), p_k, o_k, p_page,
+                p_page + K_SCALES, row, m_t, status, K_BITS, K_SYM, D, DP, WK, CHECK, CLAMP, ASM,
             )  # fmt: skip
         else:
             v0, v1, v_mean = load_tensor(
@@ -550,7 +553,7 @@ def write_kernel(
                 v0, v1, v_mean, v_h, V_BITS, V_SYM, V_CLIP, V_GAIN, V_ROTATE, D, WV, NORM, RAW, JOIN, ASM
             )
             finish_rows(
-                v_word, v_stored, v_size, any_trouble(v_size, CHECK and CLAMP), p_v, o_v, p_page + V_CODES,
+                v_word, v_stored, v_size, any_trouble(v_size, CHECK and CLAMP, ASM), p_v, o_v, p_page + V_CODES,
                 p_page + V_SCALES, row, m_t, status, V_BITS, V_SYM, D, DP, WV, CHECK, CLAMP, ASM,
             )  # fmt: skip
     else:
@@ -570,7 +573,7 @@ def write_kernel(
             k0, k1, k_mean, k_h, K_BITS, K_SYM, K_CLIP, K_GAIN, K_ROTATE, D, WK, NORM, RAW_KEY, JOIN, ASM
         )
         if VALUES == "":
-            trouble = any_trouble(k_size, CHECK and CLAMP)
+            trouble = any_trouble(k_size, CHECK and CLAMP, ASM)
         else:
             if VALUES != "early":
                 v0, v1, v_mean = load_tensor(
@@ -580,7 +583,7 @@ def write_kernel(
             v_word, v_stored, v_size = encode_tensor(
                 v0, v1, v_mean, v_h, V_BITS, V_SYM, V_CLIP, V_GAIN, V_ROTATE, D, WV, NORM, RAW, JOIN, ASM
             )
-            trouble = any_trouble(max_nan(k_size, v_size), CHECK and CLAMP)
+            trouble = any_trouble(max_nan(k_size, v_size), CHECK and CLAMP, ASM)
         finish_rows(
             k_word, k_stored, k_size, trouble, p_k, o_k, p_page, p_page + K_SCALES, row, m_t, status,
             K_BITS, K_SYM, D, DP, WK, CHECK, CLAMP, ASM,

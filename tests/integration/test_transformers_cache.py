@@ -281,12 +281,16 @@ def test_calibrated_transforms_are_used():
         ({"scheme": "int3"}, "scheme is 'int3'"),
         ({"recent_turns": -1}, "recent_turns is -1"),
         ({"recent_turns": "some"}, "recent_turns is 'some'"),
+        ({"recent_turns": True}, "recent_turns is True; allowed: 0, 1, 2, ... or 'all'"),
         ({"page_size": 48}, "page_size is 48"),
+        ({"page_size": "64"}, "page_size is '64'; it must be an integer"),
+        ({"native_dtype": "x"}, "native_dtype is 'x'; allowed: float16, bfloat16, float32, or None"),
+        ({"native_dtype": torch.int8}, r"native_dtype is torch\.int8; allowed: float16"),
         ({"transforms": [KeyTransform(2, 64)]}, "transforms has 1 entries"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         KVQCache.from_model(tiny("llama"), **arguments)
 
 

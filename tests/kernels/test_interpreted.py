@@ -118,6 +118,20 @@ def test_write_counts_bad_rows_and_leaves_them_out(
         assert torch.isfinite(rows).all()
 
 
+@pytest.mark.parametrize("scheme", [INT4, INT8], ids=str)
+def test_a_nan_with_the_sign_bit_is_found(scheme: QuantScheme) -> None:
+    """x86 gives inf - inf, which rotating infinities takes, the sign bit."""
+    layout = PageLayout(scheme, 16, 1, 64)
+    negative = torch.tensor([0xFFC0 - 0x10000], dtype=torch.int16).view(torch.bfloat16)
+    for first, second in ((negative, 1.0), (torch.inf, -torch.inf)):
+        key = torch.ones(4, 1, 64, dtype=torch.bfloat16)
+        key[1, 0, 0], key[1, 0, 1] = first, second
+        pages, status = torch.zeros(1, layout.page_bytes, dtype=torch.uint8), new_status("cpu")
+        quantize.write(pages, layout, key, torch.ones_like(key), torch.arange(4), status)
+        assert status.tolist() == [0, 1, 0, 0]
+        assert torch.isfinite(reference.gather(pages, layout, torch.arange(1), 4)[0]).all()
+
+
 @some(*WRITTEN)
 def test_gather_matches_the_reference(case: cases.Case) -> None:
     batch = cases.make_batch(case, "cpu")

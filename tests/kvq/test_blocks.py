@@ -189,6 +189,14 @@ def test_a_file_of_something_else_is_refused(tmp_path) -> None:
         QuantizedBlocks.load(tmp_path / "other.safetensors")
 
 
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_blocks_keep_no_gradients(axis: str, transform: KeyTransform) -> None:
+    x = randn(16, 2, 64).requires_grad_()
+    blocks = quantize_blocks(x, symmetric=False, axis=axis, transform=transform, positions=torch.arange(16))
+    for tensor in (blocks.codes, blocks.scales, blocks.zeros, blocks.dequantize()):
+        assert not tensor.requires_grad
+
+
 def test_to_moves_every_tensor(transform: KeyTransform) -> None:
     blocks = quantize_blocks(randn(16, 2, 64), transform=transform, positions=torch.arange(16)).to("meta")
     assert {t.device.type for t in (blocks.codes, blocks.scales, blocks.zeros, blocks.positions)} == {"meta"}
@@ -216,7 +224,8 @@ def test_values_that_are_not_finite_are_named_or_clamped(value: float) -> None:
         ({"x": torch.zeros(8, 2, 64, dtype=torch.float64)}, TypeError, r"x is torch\.float64"),
         ({"bits": 3}, ValueError, "bits is 3; allowed: 4 or 8"),
         ({"axis": "head"}, ValueError, "axis is 'head'; allowed: 'token', 'channel'"),
-        ({"block_size": 0}, ValueError, "block_size is 0; it must be positive"),
+        ({"block_size": 0}, ValueError, "block_size is 0; it must be an integer of at least 1"),
+        ({"block_size": 16.0}, ValueError, r"block_size is 16\.0; it must be an integer"),
         ({"on_nonfinite": "zero"}, ValueError, "on_nonfinite is 'zero'; allowed: 'raise', 'clamp'"),
         ({"transform": KeyTransform(3, 64)}, ValueError, "transform is for 3 heads of 64; x has 2 of 64"),
     ],

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq import KeyTransform, PagedKVCache, TurnBook, ops, paged_attention_decode
+from kvq import KeyTransform, PagedKVCache, TurnBook, ops, paged_attention_decode, paged_attention_prefill
 
 HEADS, DIM, PAGE = 2, 64, 16
 
@@ -164,8 +164,30 @@ def test_set_hot_follows_the_wanted_pages() -> None:
     assert (cache.hot_index >= 0).nonzero().flatten().tolist() == [3, 7]
     cache.set_hot(table, [0, 3])
     assert (cache.hot_index >= 0).nonzero().flatten().tolist() == [1, 7]
+    for index in (-1, 4, 1.0, True):
+        with pytest.raises(ValueError, match=f"wanted holds {index}; the block table has 4 pages"):
+            cache.set_hot(table, [0, index])
+    assert (cache.hot_index >= 0).nonzero().flatten().tolist() == [1, 7]  # as before
     cache.set_hot(table, [])
     assert cache.hot_pages() == 0
+    with pytest.raises(ValueError, match=r"page is 2\.0; allowed: 0\.\.7"):
+        cache.promote([2.0])
+
+
+def test_nothing_that_is_stored_or_read_keeps_gradients() -> None:
+    cache = make(hot_pages=1, dtype=torch.float32)
+    cache.promote([0])
+    key, value = (x.requires_grad_() for x in tokens(40, torch.float32))
+    for check in ("sync", "flag"):
+        cache.write(key, value, slots([0, 1, 2], 0, 40), check=check)
+    table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    sinks = torch.zeros(HEADS, requires_grad=True)
+    query = torch.ones(1, HEADS, DIM, requires_grad=True)
+    out = paged_attention_decode(query, cache, table, torch.tensor([40]), sinks=sinks, return_lse=True)
+    starts = torch.tensor([0, 40])
+    new = paged_attention_prefill(key, key, value, cache, table, torch.tensor([40]), starts, return_lse=True)
+    for tensor in (cache.pages, cache.hot.pool, *cache.gather(table[0], 40), *out, *new):
+        assert not tensor.requires_grad
 
 
 @settings(max_examples=40, deadline=None)
@@ -216,9 +238,17 @@ def test_nbytes_count_pages_and_pool() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"num_pages": 0}, ValueError, "num_pages is 0; it must be positive"),
-        ({"hot_pages": -1}, ValueError, "hot_pages is -1; it must not be negative"),
-        ({"kv_heads": 0}, ValueError, "kv_heads is 0; it must be at least 1"),
+        ({"num_pages": 0}, ValueError, "num_pages is 0; it must be an integer of at least 1"),
+        ({"num_pages": 2.5}, ValueError, r"num_pages is 2\.5; it must be an integer of at least 1"),
+        ({"num_pages": True}, ValueError, "num_pages is True; it must be an integer"),
+        ({"hot_pages": -1}, ValueError, "hot_pages is -1; it must be an integer of at least 0"),
+        ({"hot_pages": 1.0}, ValueError, r"hot_pages is 1\.0; it must be an integer of at least 0"),
+        ({"max_position": "4096"}, ValueError, "max_position is '4096'; it must be an integer of at least 0"),
+        ({"kv_heads": 0}, ValueError, "kv_heads is 0; it must be an integer of at least 1"),
+        ({"kv_heads": 2.0}, ValueError, r"kv_heads is 2\.0; it must be an integer of at least 1"),
+        ({"head_dim": 64.0}, ValueError, r"head_dim is 64\.0; allowed: 64, 80"),
+        ({"page_size": 64.0}, ValueError, r"page_size is 64\.0; allowed: 16, 32, 64, 128"),
+        ({"page_size": "64"}, ValueError, "page_size is '64'; allowed: 16, 32, 64, 128"),
         ({"head_dim": 72}, ValueError, "head_dim is 72; allowed: 64, 80"),
         ({"page_size": 848}, ValueError, "page_size is 848; allowed: 16, 32, 64, 128"),
         ({"scheme": "int2"}, ValueError, "scheme is 'int2'; allowed: int4"),

@@ -314,8 +314,10 @@ def test_bad_arguments_of_decode_are_named(change: dict, error: type[Exception],
         ({"heads": 5}, r"heads is 5; it must be a multiple of kv_heads \(2\)"),
         ({"q_len": 9}, "q_len is 9; allowed: 1 to 8"),
         ({"sliding_window": 0}, "sliding_window is 0"),
-        ({"max_seqs": 0}, "max_seqs is 0"),
-        ({"max_seq_len": 0}, "max_seq_len 0"),
+        ({"heads": 4.0}, r"heads is 4\.0; it must be an integer of at least 1"),
+        ({"q_len": True}, "q_len is True; allowed: 1 to 8"),
+        ({"max_seqs": 0}, "max_seqs is 0; it must be an integer of at least 1"),
+        ({"max_seq_len": 2.5}, r"max_seq_len is 2\.5; it must be an integer of at least 1"),
     ],
 )
 def test_bad_arguments_of_a_plan_are_named(change: dict, message: str) -> None:

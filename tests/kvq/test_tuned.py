@@ -222,6 +222,7 @@ def _set(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
     ("path", "value", "reason"),
     [
         (("format",), 3, "format is 3; this kvq reads 2"),
+        (("format",), 2.0, r"format is 2\.0; this kvq reads 2"),
         (("entries", 0, "config", "start_cost"), -1, r"config.start_cost is -1"),
         (("device",), "", "device is ''"),
         (("capability",), [9], r"capability is \[9\]"),
@@ -235,6 +236,13 @@ def _set(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
         (("entries", 0, "config", "prefetch"), True, r"config.prefetch is True"),
         (("entries", 0, "config", "warps"), 1, r"entries\[0\].config is"),
         (("writes",), {}, r"writes is \{\}"),
+        (
+            ("entries", 0, "scheme"),
+            "int3",
+            r"entries\[0\].scheme is 'int3'; expected one of int4, int4-sym, int8, k8v4",
+        ),
+        (("writes", 0, "scheme"), "int3", r"writes\[0\].scheme is 'int3'; expected one of int4, int4-sym, int8, k8v4"),
+        (("writes", 0, "scheme"), ["int4"], r"writes\[0\].scheme is \['int4'\]"),
         (("writes", 0, "workload"), "huge", r"writes\[0\].workload is 'huge'"),
         (("writes", 0, "config", "tokens"), 48, r"writes\[0\].config.tokens is 48; expected one of 16, 32, 64, 128"),
         (("writes", 0, "config", "values"), "now", r"writes\[0\].config.values is 'now'"),
@@ -257,7 +265,7 @@ def test_a_bad_file_is_refused_and_names_file_and_field(
     assert str(bad) in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000], ids=["empty", "list", "open", "deep"])
 def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "bad.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"bad\.json"):

@@ -61,7 +61,7 @@ def test_sequences_do_not_share_turns_and_drop_forgets() -> None:
     assert list(turns.hot_pages("s", 64)) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("recent_turns", [-1, 1.5, "some", None])
+@pytest.mark.parametrize("recent_turns", [-1, 1.5, "some", None, True])
 def test_other_windows_are_refused(recent_turns) -> None:
     with pytest.raises(ValueError, match=r"recent_turns is .*; allowed: 0, 1, 2, ... or 'all'"):
         TurnBook(16, recent_turns)
@@ -74,6 +74,8 @@ def test_turns_cannot_go_back() -> None:
         book(2).start_turn("s", -1)
     with pytest.raises(ValueError, match="page_size is 0"):
         TurnBook(0)
+    with pytest.raises(ValueError, match="page_size is '64'; it must be an integer of at least 1"):
+        TurnBook("64")
 
 
 @given(
