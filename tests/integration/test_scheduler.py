@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -176,24 +177,29 @@ def test_blocks_whose_free_is_deferred_are_retained_and_come_back(hard):
     fake.check()
 
 
-@pytest.mark.parametrize("hard", [False, True])
-def test_a_connector_that_still_sends_holds_the_blocks_and_then_they_are_retained(hard):
-    """vLLM #45388: a KV connector keeps a finished request's blocks until its transfer ends. The pin is made then, with
-    idle pins of the rest of the pool around it, and a new request still progresses.
-    """
-    from unittest.mock import MagicMock
-
-    from vllm.v1.outputs import KVConnectorOutput
-
-    fake = engine(hard=hard, budget=1.0)
-    start = fake.free
-    connector = fake.scheduler.connector = MagicMock()
+def idle_connector():
+    """A KV connector that has nothing to load and nothing to send."""
+    connector = MagicMock()
+    connector.supports_divergent_local_hybrid_hits = False
     connector.get_num_new_matched_tokens.return_value = (0, False)
     connector.request_finished.return_value = (False, None)
     connector.has_pending_block_frees.return_value = False
     connector.has_pending_push_work.return_value = False
     connector.take_events.return_value = ()
     connector.get_kv_connector_stats.return_value = None
+    return connector
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_connector_that_still_sends_holds_the_blocks_and_then_they_are_retained(hard):
+    """vLLM #45388: a KV connector keeps a finished request's blocks until its transfer ends. The pin is made then, with
+    idle pins of the rest of the pool around it, and a new request still progresses.
+    """
+    from vllm.v1.outputs import KVConnectorOutput
+
+    fake = engine(hard=hard, budget=1.0)
+    start = fake.free
+    connector = fake.scheduler.connector = idle_connector()
     for i in range(5):
         fake.turn(110, 2, f"agent{i}")
     connector.request_finished.return_value = (True, {"remote": 1})
@@ -221,20 +227,11 @@ def test_a_connector_that_still_loads_is_like_a_request_in_prefill(hard, end):
     """An asynchronous load: the request has its blocks, but waits. It started once, for the policy; what was loaded and
     computed is retained at its end, and nothing is if it goes away before.
     """
-    from unittest.mock import MagicMock
-
     from vllm.v1.outputs import KVConnectorOutput
 
     fake = engine(hard=hard, budget=1.0)
     start = fake.free
-    connector = fake.scheduler.connector = MagicMock()
-    connector.supports_divergent_local_hybrid_hits = False
-    connector.get_num_new_matched_tokens.return_value = (0, False)
-    connector.request_finished.return_value = (False, None)
-    connector.has_pending_block_frees.return_value = False
-    connector.has_pending_push_work.return_value = False
-    connector.take_events.return_value = ()
-    connector.get_kv_connector_stats.return_value = None
+    connector = fake.scheduler.connector = idle_connector()
     for i in range(3):
         fake.turn(110, 2, f"agent{i}")
     connector.get_num_new_matched_tokens.return_value = (160, True)
