@@ -122,7 +122,7 @@ def check_tuned(gpus: Sequence[tuple[str, tuple[int, int]]]) -> Iterator[Finding
             if not gpus:
                 yield Finding(subject, "ok", f"KVQ_TUNED={given} is for {own.device}; not used, there is no GPU")
     for name, capability in gpus:
-        if own is not None and tuned._fits(own, name, capability):
+        if own is not None and tuned.is_for(own, name, capability):
             yield Finding(subject, "ok", f"KVQ_TUNED={given}")
             continue
         if own is not None:

@@ -39,3 +39,8 @@ def event_of(line: str | bytes) -> dict[str, Any]:
     check(event, ("event", "t"))
     check(event, NEEDED.get(event["event"], ()))
     return event
+
+
+def printable(text: str) -> str:
+    """Names come from clients: what could steer a terminal is shown as a replacement character."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)

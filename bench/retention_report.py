@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.records import event_of
-from bench.top import printable
+from bench.records import event_of, printable
 
 ENDS = ("reuse", "expire", "release", "supersede")  # and evict with left 0
 

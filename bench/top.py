@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.arguments import number
-from bench.records import check, event_of
+from bench.records import check, event_of, printable
 
 DEFAULT = "http://127.0.0.1:9400"
 STYLES = {"running": "green", "waiting_tool": "yellow", "waiting_person": "cyan", "idle": "dim"}
@@ -37,11 +37,6 @@ COUNTED = {
     "evict": "kvq_evictions_total",
     "expire": "kvq_expired_total",
 }
-
-
-def printable(text: str) -> str:
-    """Names come from clients: what could steer a terminal is shown as a replacement character."""
-    return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from kvq.kernels.timing import DecodeInputs, WriteInputs, decode_inputs, in_proc
 from kvq.page import PageLayout
 from kvq.scheme import PRESETS
 from kvq.transform import KeyTransform
-from kvq.tuned import DecodeConfig, ShapeClass, WriteClass, WriteConfig
+from kvq.tuned import Config, DecodeConfig, ShapeClass, WriteClass, WriteConfig
 
 KV_HEADS = 8
 PAIRS = 16  # with an offset, where keys have one
@@ -36,7 +36,6 @@ REGISTERS = 65536  # of a multiprocessor of every GPU since Ampere
 RESERVED = 1024  # bytes of shared memory that CUDA keeps of each program
 WRITES = {"small": 64, "large": 8192}  # tokens that stand for a workload
 
-Config = TypeVar("Config", DecodeConfig, WriteConfig)
 
 
 class Batch(NamedTuple):

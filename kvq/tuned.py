@@ -12,10 +12,10 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from triton.runtime import driver
@@ -84,6 +84,10 @@ class WriteClass(NamedTuple):
     head_dim: int
 
 
+Kind = TypeVar("Kind", ShapeClass, WriteClass)
+Config = TypeVar("Config", DecodeConfig, WriteConfig)
+
+
 @dataclass(frozen=True)
 class Tuned:
     """A file. ``measured`` is False where the values were derived (``source`` says how), not timed on this device."""
@@ -124,18 +128,8 @@ def load(path: str | Path) -> Tuned:
     good = isinstance(entries, list) and (entries != [] or rows != [])
     _check(path, "entries", entries, good, "a list of objects")
     assert capability is not None and entries is not None
-    classes = {}
-    for i, entry in enumerate(entries):
-        _check(path, f"entries[{i}]", entry, isinstance(entry, dict), "an object")
-        shape = ShapeClass(**_class(path, f"entries[{i}]", entry, ShapeClass._fields))
-        _check(path, f"entries[{i}]", tuple(shape), shape not in classes, "one entry a shape class")
-        classes[shape] = _config(path, f"entries[{i}].config", entry.get("config"))
-    writes = {}
-    for i, entry in enumerate(rows):
-        _check(path, f"writes[{i}]", entry, isinstance(entry, dict), "an object")
-        kind = WriteClass(**_class(path, f"writes[{i}]", entry, WriteClass._fields))
-        _check(path, f"writes[{i}]", tuple(kind), kind not in writes, "one entry a class")
-        writes[kind] = _write_config(path, f"writes[{i}].config", entry.get("config"))
+    classes = _rows(path, "entries", entries, ShapeClass, _config)
+    writes = _rows(path, "writes", rows, WriteClass, _write_config)
     return Tuned(
         path, data["device"], (capability[0], capability[1]), data["triton"], data["date"], data["measured"],
         data["source"], classes, writes,
@@ -311,7 +305,7 @@ def _find(name: str, capability: tuple[int, int], given: str | None) -> Tuned | 
     """The file for a device, None for none; every file that is refused is logged once, with the reason."""
     if given:
         tuned = _try(given)
-        if tuned is not None and _fits(tuned, name, capability):
+        if tuned is not None and is_for(tuned, name, capability):
             return tuned
         if tuned is not None:
             log.warning("%s is for %s, sm_%d%d; this is %s: not used", given, tuned.device, *tuned.capability, name)
@@ -342,13 +336,28 @@ def _named(device: str, name: str) -> bool:
     return name == device or name.startswith(device + " ")
 
 
-def _fits(tuned: Tuned, name: str, capability: tuple[int, int]) -> bool:
+def is_for(tuned: Tuned, name: str, capability: tuple[int, int]) -> bool:
+    """Whether a file is for the device of that name and compute capability."""
     return _named(tuned.device, name) and tuned.capability == capability
 
 
 def _check(path: str, name: str, value: Any, good: bool, allowed: str) -> None:
     if not good:
         raise ValueError(f"{path}: {name} is {value!r}; expected {allowed}")
+
+
+def _rows(
+    path: str, name: str, rows: list[Any], kind: type[Kind], config: Callable[[str, str, Any], Config]
+) -> dict[Kind, Config]:
+    """The configurations of a list, by class."""
+    found: dict[Kind, Config] = {}
+    for i, row in enumerate(rows):
+        where = f"{name}[{i}]"
+        _check(path, where, row, isinstance(row, dict), "an object")
+        key = kind(**_class(path, where, row, kind._fields))
+        _check(path, where, tuple(key), key not in found, "one entry a class")
+        found[key] = config(path, f"{where}.config", row.get("config"))
+    return found
 
 
 def _class(path: str, where: str, entry: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
