@@ -37,7 +37,6 @@ RESERVED = 1024  # bytes of shared memory that CUDA keeps of each program
 WRITES = {"small": 64, "large": 8192}  # tokens that stand for a workload
 
 
-
 class Batch(NamedTuple):
     """A decode batch that stands for a class; ``group``: query heads a KV head."""
 
