@@ -2,7 +2,7 @@
 
 Per multiprocessor, a batch that reads T-byte tiles takes the longer of two times a tile:
 
-    memory   T / min(bandwidth, bytes in flight / latency)     in flight: programs * (stages // 2) * T
+    memory   T / min(bandwidth, bytes in flight / latency)     in flight: programs * (stages - 1) * T
     issue    I / min(4, programs * IPC) / clock                I: SASS instructions a tile, from the compiled kernel
 
 Programs are bounded by registers and shared memory. The least stages and programs are taken for which both are MARGIN
@@ -97,7 +97,7 @@ def tile_times(
     """Seconds a tile of reading and of issuing, on one multiprocessor."""
     tile = layout.head_bytes
     own = device.bandwidth / device.multiprocessors
-    reading = tile / min(MARGIN * own, programs * (stages // 2) * tile / LATENCY)
+    reading = tile / min(MARGIN * own, programs * (stages - 1) * tile / LATENCY)
     return reading, instructions / min(4.0, programs * IPC) / device.clock
 
 
@@ -105,7 +105,7 @@ def choose(device: Device, shape: ShapeClass) -> tuple[DecodeConfig, dict[str, A
     """The configuration of a shape class, with the model's numbers. Raises RuntimeError when none is fast enough."""
     layout = layout_of(shape)
     needed = layout.head_bytes / (device.bandwidth / device.multiprocessors) / MARGIN
-    for stages in (3, 5, 7):
+    for stages in (2, 3, 4):
         config = DecodeConfig(num_stages=stages, maxnreg=None)
         if tuned.shared_bytes(config, layout, PAIRS * shape.pairs) > device.shared_block:
             break

@@ -99,22 +99,19 @@ def write_classes(quick: bool) -> Iterator[WriteClass]:
 
 def compiled_candidates(shape: ShapeClass, quick: bool) -> Iterator[DecodeConfig]:
     """Configurations that differ in what is compiled: warps, stages, registers and prefetch."""
-    if (
-        shape.rows == 16
-    ):  # 250 registers leave two programs a scheduler; with 168 there may be three, which spill a little
-        for stages in (3, 5, 6, 7) if quick else (3, 4, 5, 6, 7):
-            for maxnreg in (None, 168) if quick else (None, 168, 224):
-                yield DecodeConfig(num_stages=stages, maxnreg=maxnreg)
+    if shape.rows == 16:  # 255 registers leave two programs a scheduler; with 168 there may be three, which spill
+        yield from (DecodeConfig(num_stages=stages) for stages in ((3, 4) if quick else (2, 3, 4, 5)))
+        yield from (DecodeConfig(num_stages=stages, maxnreg=168) for stages in ((2,) if quick else (2, 3)))
         if not quick:
-            yield from (DecodeConfig(num_warps=2, num_stages=stages) for stages in (3, 5, 7))
+            yield from (DecodeConfig(num_warps=2, num_stages=stages) for stages in (2, 3, 4))
     elif shape.workload == "small":  # few bytes a program: how soon, and how many are on their way
-        for stages in (5, 7) if quick else (5, 6, 7, 8):
-            for prefetch in (2, 4) if quick else (0, 2, 4):
+        for stages in (3, 4) if quick else (2, 3, 4, 5):
+            for prefetch in (0, 2) if quick else (0, 2, 4):
                 yield DecodeConfig(num_stages=stages, prefetch=prefetch)
     else:
-        yield from (DecodeConfig(num_stages=stages) for stages in (3, 5, 7))
+        yield from (DecodeConfig(num_stages=stages) for stages in (2, 3, 4))
         if not quick:
-            yield from (DecodeConfig(num_stages=stages, maxnreg=168) for stages in (3, 5))
+            yield from (DecodeConfig(num_stages=stages, maxnreg=168) for stages in (2, 3))
 
 
 def candidates(shape: ShapeClass, gpu: Gpu, quick: bool) -> list[DecodeConfig]:

@@ -24,7 +24,7 @@ from kvq.kernels.device import next_pow2
 from kvq.page import PAGE_SIZES, PageLayout
 from kvq.scheme import HEAD_DIMS, PRESETS, is_integer
 
-FORMAT = 2
+FORMAT = 3
 SMALL_WRITE = 1024  # tokens
 FOLDER = Path(__file__).parent / "kernels" / "tuned"
 ENVIRONMENT = "KVQ_TUNED"
@@ -40,7 +40,7 @@ class DecodeConfig:
     most registers, None leaves them to the compiler."""
 
     num_warps: int = 1
-    num_stages: int = 5
+    num_stages: int = 3
     programs: float = 8.0
     min_chunk: int = 2
     prefetch: int = 2
@@ -230,7 +230,7 @@ def default_write(layout: PageLayout, tokens: int, pairs: int, major: int) -> Wr
     if not (key.rotate or value.rotate):
         return WriteConfig(16, 4 if wide else 2, values)
     if major == 9:
-        return WriteConfig(64, 4, values)
+        return WriteConfig(64, 4, "prefetch" if values == "early" else values)  # measured on an H200
     return WriteConfig(16, 4 if wide else 1, values)
 
 
@@ -280,7 +280,7 @@ def nearest(entries: dict[ShapeClass, DecodeConfig], shape: ShapeClass) -> Decod
 
 
 def shared_bytes(config: DecodeConfig, layout: PageLayout, pairs: int) -> int:
-    """Upper bound of the shared memory of a decode program: half the stages hold tiles, the others page numbers.
+    """Upper bound of the shared memory of a decode program: all stages but one hold tiles.
 
     Triton also keeps the offset's tables there, and the tiles of the loop over hot pages instead of the quantized ones.
     """
@@ -290,7 +290,7 @@ def shared_bytes(config: DecodeConfig, layout: PageLayout, pairs: int) -> int:
     tables = 4 * 2 * layout.page_size * pairs
     hot = 2 * 2 * 2 * 16 * layout.head_dim
     scratch = 32 * layout.head_dim  # of rotations and conversions between register layouts
-    return max(config.num_stages // 2 * tile, hot) + tables + scratch
+    return max((config.num_stages - 1) * tile, hot) + tables + scratch
 
 
 def fit(config: DecodeConfig, layout: PageLayout, pairs: int, limit: int) -> DecodeConfig:

@@ -32,7 +32,7 @@ from kvq.kernels.planes import (
     butterfly4,
     plane_dim,
     tiny_bytes,
-    tiny_nibbles,
+    tiny_nibble_pairs,
 )
 from kvq.page import PageLayout
 from kvq.plan import ITEM, DecodePlan
@@ -148,7 +148,7 @@ def quantized_scores(
         ks = tl.where(inside, ks, 0.0)
         kz = tl.where(inside, kz, 0.0)
     if K_BITS == 4:
-        k0, k1, k2, k3 = tiny_nibbles(b_k, ASM)
+        k0, k1, k2, k3 = tiny_nibble_pairs(b_k, ASM)
         s = product(k0, q0, None, TOKENS)
         s = product(k1, q1, s, TOKENS)
         s = product(k2, q2, s, TOKENS)
@@ -187,12 +187,72 @@ def quantized_scores(
 
 
 @triton.jit
+def no_sums(R: tl.constexpr, TOKENS: tl.constexpr):
+    """Zeros of the shape of ``tile_sums``."""
+    if TOKENS == 0:
+        y = tl.zeros([16, R], tl.float32)
+    else:
+        y = tl.zeros([R, 8], tl.float32)
+    return y
+
+
+@triton.jit
+def tile_sums(x, TOKENS: tl.constexpr):
+    """Sum of the MMA tiles of ``x`` along its tokens, [16, R] or [R, 8]: no lane needs another's values. What is left
+    to add can wait for the last page."""
+    if TOKENS == 0:
+        y = tl.sum(tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]]), 0)
+    else:
+        y = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)
+    return y
+
+
+@triton.jit
+def add_tile(x, y, TOKENS: tl.constexpr):
+    """x [W, R] plus ``y`` of the shape of ``tile_sums`` in each of its MMA tiles: no lane needs another's values."""
+    if TOKENS == 0:
+        z = tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]]) + y[None, :, :]
+    else:
+        z = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]) + y[:, None, :]
+    return tl.reshape(z, x.shape)
+
+
+@triton.jit
+def as_operand(p, TOKENS: tl.constexpr, ASM: tl.constexpr):
+    """fp16 ``p`` of an MMA result, in the lanes where the next product wants it.
+
+    Rows as columns, a lane holds pairs of rows and the operand pairs of tokens: each 8 x 8 block is transposed, by one
+    instruction, and then named as what it is.
+    """
+    if TOKENS == 0 and ASM:
+        BLOCKS: tl.constexpr = p.shape[0] // 8
+        p = tl.inline_asm_elementwise(
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=tl.float16, is_pure=False, pack=2
+        )
+        p = tl.reshape(tl.permute(tl.reshape(p, [BLOCKS, 8, 8]), (0, 2, 1)), [BLOCKS * 8, 8])
+    return p
+
+
+@triton.jit
+def finish_planes(a0, a1, a2, a3, z, V_BITS: tl.constexpr, TOKENS: tl.constexpr):
+    """The accumulators of ``quantized_values`` as values: planes apart, in their own units, zeros of all tokens."""
+    if V_BITS == 4:
+        a1, a3 = (a1 - a0) * 0.0625, (a3 - a2) * 0.0625
+    z = along(tl.sum(z, TOKENS), 1 - TOKENS) - z * (16.0 if TOKENS == 0 else 8.0)
+    a0, a1 = add_tile(a0 * (1.0 / TINY), z, TOKENS), add_tile(a1 * (1.0 / TINY), z, TOKENS)
+    if V_BITS == 4:
+        a2, a3 = add_tile(a2 * (1.0 / TINY), z, TOKENS), add_tile(a3 * (1.0 / TINY), z, TOKENS)
+    return a0, a1, a2, a3
+
+
+@triton.jit
 def quantized_values(
-    s, top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, token, own,
+    s, top, sm, a0, a1, a2, a3, m, l, z, b_v, vs, vz, token, own,
     N: tl.constexpr, V_BITS: tl.constexpr, V_SYM: tl.constexpr,
     TOKENS: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of ``quantized_scores`` added to the running softmax (m, l) and the accumulators a0..a3 [WV, R]."""
+    """The tokens of ``quantized_scores`` added to the running softmax (m, l), the accumulators a0..a3 [WV, R], of which
+    a1 and a3 are of ``tiny_nibble_pairs``, and z, which is to join every dim; l and z by ``tile_sums``."""
     ROWS: tl.constexpr = 1 - TOKENS
     if MASKED:
         inside = token + tl.arange(0, N) <= tl.max(own, 0)
@@ -210,26 +270,29 @@ def quantized_values(
     else:
         p = tl.exp2(s * sm - along(m_new, ROWS))
     b_p = (p * along(vs, TOKENS)).to(tl.float16)
-    l = l * a + tl.sum(p, TOKENS)
     a = along(a, ROWS)
+    l = l * a + tile_sums(p, TOKENS)
     if V_SYM:
-        c = tl.sum(b_p.to(tl.float32) * -(1 << (V_BITS - 1)), TOKENS)
+        c = tile_sums(b_p.to(tl.float32), TOKENS) * -(1 << (V_BITS - 1))
     else:
-        c = tl.sum(p * along(vz, TOKENS), TOKENS)
-    c = along(c, ROWS)
-    c_low = c * TINY
+        c = tile_sums(p * along(vz, TOKENS), TOKENS)
+    z = z * a + c
+    # MMAs round towards zero: accumulators are kept near it by what each lane knows of the zeros. That is taken back at
+    # the end, exactly.
+    c *= (16.0 if TOKENS == 0 else 8.0) * TINY
+    b_p = as_operand(b_p, TOKENS, ASM)
     if V_BITS == 4:
-        c_high = c * (16.0 * TINY)
-        v0, v1, v2, v3 = tiny_nibbles(b_v, ASM)
-        a0 = product(v0, b_p, a0 * a + c_low, TOKENS)
-        a1 = product(v1, b_p, a1 * a + c_high, TOKENS)
-        a2 = product(v2, b_p, a2 * a + c_low, TOKENS)
-        a3 = product(v3, b_p, a3 * a + c_high, TOKENS)
+        v0, v1, v2, v3 = tiny_nibble_pairs(b_v, ASM)
+        c_pair = c * 17.0
+        a0 = product(v0, b_p, add_tile(a0 * a, c, TOKENS), TOKENS)
+        a1 = product(v1, b_p, add_tile(a1 * a, c_pair, TOKENS), TOKENS)
+        a2 = product(v2, b_p, add_tile(a2 * a, c, TOKENS), TOKENS)
+        a3 = product(v3, b_p, add_tile(a3 * a, c_pair, TOKENS), TOKENS)
     else:
         v0, v1 = tiny_bytes(b_v, ASM)
-        a0 = product(v0, b_p, a0 * a + c_low, TOKENS)
-        a1 = product(v1, b_p, a1 * a + c_low, TOKENS)
-    return a0, a1, a2, a3, m_new, l
+        a0 = product(v0, b_p, add_tile(a0 * a, c, TOKENS), TOKENS)
+        a1 = product(v1, b_p, add_tile(a1 * a, c, TOKENS), TOKENS)
+    return a0, a1, a2, a3, m_new, l, z
 
 
 @triton.jit
@@ -280,21 +343,27 @@ def rotate_planes(
 
 @triton.jit
 def load_query(
-    query, o_row, p_scale, p_hadamard, o_w, m_row,
+    query, o_row, o_w, m_row, D: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Query planes as they are, [W, R]; 2 and 3 repeat 0 and 1 when PLANES is 2."""
+    x0 = load_query_plane(query, o_row, o_w, m_row, 0, PLANES, D, BLOCK, TOKENS)
+    x1 = load_query_plane(query, o_row, o_w, m_row, 1, PLANES, D, BLOCK, TOKENS)
+    if PLANES == 4:
+        x2 = load_query_plane(query, o_row, o_w, m_row, 2, PLANES, D, BLOCK, TOKENS)
+        x3 = load_query_plane(query, o_row, o_w, m_row, 3, PLANES, D, BLOCK, TOKENS)
+    else:
+        x2, x3 = x0, x1
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def turn_query(
+    x0, x1, x2, x3, p_scale, p_hadamard, o_w,
     D: tl.constexpr, W: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
     ROTATE: tl.constexpr, HAS_SCALE: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Query planes, float32 [W, R], over their largest size before rotation, in the space of the stored keys.
-
-    Returns the planes (2 and 3 repeat 0 and 1 when PLANES is 2) and that size.
-    """
-    x0 = load_query_plane(query, o_row, o_w, m_row, 0, PLANES, D, BLOCK, TOKENS).to(tl.float32)
-    x1 = load_query_plane(query, o_row, o_w, m_row, 1, PLANES, D, BLOCK, TOKENS).to(tl.float32)
-    if PLANES == 4:
-        x2 = load_query_plane(query, o_row, o_w, m_row, 2, PLANES, D, BLOCK, TOKENS).to(tl.float32)
-        x3 = load_query_plane(query, o_row, o_w, m_row, 3, PLANES, D, BLOCK, TOKENS).to(tl.float32)
-    else:
-        x2, x3 = x0, x1
+    """Planes of ``load_query`` over their largest size, float32, in the space of the stored keys; and that size."""
+    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     if HAS_SCALE:
         inside = o_w < D // PLANES
         x0 *= along(tl.load(p_scale + plane_dim(o_w, 0, PLANES, BLOCK), mask=inside, other=0.0), TOKENS)
@@ -311,20 +380,42 @@ def load_query(
 
 
 @triton.jit
+def query_operands(
+    x0, x1, x2, x3, K_BITS: tl.constexpr, ROTATED: tl.constexpr, TOKENS: tl.constexpr, ASM: tl.constexpr
+):
+    """What ``quantized_scores`` multiplies unpacked codes with, fp16 [W, R], for planes of ``load_query``; and the sum of
+    the rounded query, [R], times the unit of the scores.
+
+    With codes of 4 bits, x0 n0 + x1 n1 = ((16 x0 - x1) n0 + x1 (n0 + 16 n1)) / 16. ROTATED: the planes are results of
+    an MMA.
+    """
+    q1 = x1.to(tl.float16)
+    if K_BITS == 4:
+        q3 = x3.to(tl.float16)
+        f1, f3 = q1.to(tl.float32), q3.to(tl.float32)
+        q0, q2 = (x0 * 16.0 - f1).to(tl.float16), (x2 * 16.0 - f3).to(tl.float16)
+        f = q0.to(tl.float32) + f1 * 17.0 + (q2.to(tl.float32) + f3 * 17.0)
+    else:
+        q0 = x0.to(tl.float16)
+        f = q0.to(tl.float32) + q1.to(tl.float32)
+        q2, q3 = q0, q1
+    qs = tl.sum(f, TOKENS) * TINY
+    if ROTATED:
+        q0, q1 = as_operand(q0, TOKENS, ASM), as_operand(q1, TOKENS, ASM)
+        if K_BITS == 4:
+            q2, q3 = as_operand(q2, TOKENS, ASM), as_operand(q3, TOKENS, ASM)
+    return q0, q1, q2, q3, qs
+
+
+@triton.jit
 def load_hot_query(
     query, o_row, o_w, m_row, hot_pool,
     D: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Query planes for hot pages: in the original space and the pool's dtype (2 and 3 repeat 0 and 1 for 2 planes)."""
+    """Query planes for hot pages: in the original space and the pool's dtype."""
     DTYPE: tl.constexpr = tl.float32 if UPCAST else hot_pool.dtype.element_ty
-    x0 = load_query_plane(query, o_row, o_w, m_row, 0, PLANES, D, BLOCK, TOKENS).to(DTYPE)
-    x1 = load_query_plane(query, o_row, o_w, m_row, 1, PLANES, D, BLOCK, TOKENS).to(DTYPE)
-    if PLANES == 4:
-        x2 = load_query_plane(query, o_row, o_w, m_row, 2, PLANES, D, BLOCK, TOKENS).to(DTYPE)
-        x3 = load_query_plane(query, o_row, o_w, m_row, 3, PLANES, D, BLOCK, TOKENS).to(DTYPE)
-    else:
-        x2, x3 = x0, x1
-    return x0, x1, x2, x3
+    x0, x1, x2, x3 = load_query(query, o_row, o_w, m_row, D, PLANES, BLOCK, TOKENS)
+    return x0.to(DTYPE), x1.to(DTYPE), x2.to(DTYPE), x3.to(DTYPE)
 
 
 @triton.jit
@@ -449,25 +540,21 @@ def decode_item(
 
     p_list = page_list + i_seq.to(tl.int64) * stride_list
     p_index = page_index + i_seq.to(tl.int64) * stride_list
+    x0, x1, x2, x3 = load_query(query, o_q, o_k, m_r, D, KP, BLOCK, TOKENS)
     if ASM:  # start the first pages on their way to L2 while the query is made ready
         for ahead in tl.static_range(PREFETCH):
             page = tl.load(p_list + tl.minimum(lo + ahead, hi - 1), mask=hi > lo, other=0).to(tl.int64)
             prefetch_l2(pages + page * stride_page + i_head * head_bytes, head_bytes, 128)
 
-    x0, x1, x2, x3, top = load_query(
-        query, o_q, dim_scale + i_head * D, k_hadamard, o_k, m_r, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM, TOKENS
-    )  # fmt: skip
-    q0, q1, q2, q3 = x0.to(tl.float16), x1.to(tl.float16), x2.to(tl.float16), x3.to(tl.float16)
-    qs = tl.sum(q0.to(tl.float32), TOKENS) + tl.sum(q1.to(tl.float32), TOKENS)  # of the rounded values
-    UNIT: tl.constexpr = 2.0**-20 if K_BITS == 4 else 2.0**-24  # of scores: what a code of 1 is unpacked to
-    if K_BITS == 4:
-        qs += tl.sum(q2.to(tl.float32), TOKENS) + tl.sum(q3.to(tl.float32), TOKENS)
-        q0, q2 = q0 * 16.0, q2 * 16.0  # planes 1 and 3 are unpacked 16 times as large
-    qs *= UNIT
+    x0, x1, x2, x3, top = turn_query(
+        x0, x1, x2, x3, dim_scale + i_head * D, k_hadamard, o_k, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM, TOKENS
+    )
+    q0, q1, q2, q3, qs = query_operands(x0, x1, x2, x3, K_BITS, K_ROTATE, TOKENS, ASM)
     if SOFTCAP:
         sm_raw = scale
     else:
         sm_raw = scale * 1.4426950408889634
+    UNIT: tl.constexpr = 2.0**-20 if K_BITS == 4 else 2.0**-24  # of scores, see query_operands
     sm = sm_raw * top / UNIT
 
     if PAIRS > 0:
@@ -508,7 +595,7 @@ def decode_item(
         a0 = tl.zeros([R, WV], tl.float32)
     a1, a2, a3 = a0, a0, a0
     m = tl.full([R], -1.0e29, tl.float32)  # above NEG, so that a tile with nothing seen adds nothing
-    l = tl.zeros([R], tl.float32)
+    l, z = no_sums(R, TOKENS), no_sums(R, TOKENS)
 
     if HAS_HOT:
         UPCAST: tl.constexpr = not ASM  # the interpreter multiplies bf16 wrongly
@@ -563,15 +650,17 @@ def decode_item(
                 p_turn + index * (2 * MAX_PAIRS), index * N + row, own, window, cap,
                 EDGE_N, K_BITS, K_SYM, PAIRS, MAX_PAIRS, TOKENS, True, WINDOW, SOFTCAP, ASM,
             )  # fmt: skip
-            a0, a1, a2, a3, m, l = quantized_values(
-                s, seen_top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, index * N + row, own,
+            a0, a1, a2, a3, m, l, z = quantized_values(
+                s, seen_top, sm, a0, a1, a2, a3, m, l, z, b_v, vs, vz, index * N + row, own,
                 EDGE_N, V_BITS, V_SYM, TOKENS, True, SOFTCAP, ASM,
             )  # fmt: skip
             if SKIP:
                 r = tl.maximum(r, seen_top)
     o_page = tl.arange(0, N)
+    page = tl.load(p_list + start, mask=start < stop, other=0)
     for i in tl.range(start, stop, num_stages=STAGES):
-        p_page = pages + tl.load(p_list + i).to(tl.int64) * stride_page + i_head * head_bytes
+        p_page = pages + page.to(tl.int64) * stride_page + i_head * head_bytes
+        page = tl.load(p_list + tl.minimum(i + 1, stop - 1))  # a page early: nobody waits for it
         index = 0
         if PAIRS > 0:
             index = page_index_of(i, p_index, HAS_HOT)
@@ -595,16 +684,15 @@ def decode_item(
             if SKIP:
                 b_v = load_codes(p_page + v_codes, o_page, D, V_BITS, WV, ROWS)
                 vs, vz = load_scales(p_page + v_scales, o_page, V_SYM)
-            a0, a1, a2, a3, m, l = quantized_values(
-                s, seen_top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, 0, own,
+            a0, a1, a2, a3, m, l, z = quantized_values(
+                s, seen_top, sm, a0, a1, a2, a3, m, l, z, b_v, vs, vz, 0, own,
                 N, V_BITS, V_SYM, TOKENS, False, SOFTCAP, ASM,
             )  # fmt: skip
     if SKIP:
         tl.atomic_add(skipped, pages_skipped.to(tl.int64), sem="relaxed")
         tl.atomic_add(skipped + 1, (stop - start).to(tl.int64), sem="relaxed")
-    a0, a1, a2, a3 = a0 * (1.0 / TINY), a1 * (1.0 / TINY), a2 * (1.0 / TINY), a3 * (1.0 / TINY)
-    if V_BITS == 4:
-        a1, a3 = a1 * 0.0625, a3 * 0.0625
+    a0, a1, a2, a3 = finish_planes(a0, a1, a2, a3, z, V_BITS, TOKENS)
+    l = tl.sum(l, TOKENS)
     if V_ROTATE:
         top = plane_max(a0, a1, a2, a3, VP)
         inv = 1.0 / top
@@ -675,6 +763,8 @@ def decode_kernel(
     if DEPENDENT:
         gdc_launch_dependents()  # the merge may be put in place; it waits for this grid's end
     p_place = place_item + tl.program_id(1)
+    if ASM:
+        prefetch_l2((items + ITEM_FIELDS * tl.program_id(1)).to(tl.pointer_type(tl.uint8)), 1, 1)  # its item, if even
     first = tl.load(p_place)
     for i in tl.range(0, tl.load(p_place + 1) - first, num_stages=1):
         decode_item(

@@ -37,12 +37,15 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler made of a kernel. Instructions by mnemonic: ``loop``, of the main loop's body; ``path``, on the
-    shortest way through the kernel, on which nothing is wrong and nothing is optional."""
+    shortest way through the kernel, on which nothing is wrong and nothing is optional. ``transposes``: ``movmatrix`` in
+    the source; ``misplaced``: those of values that are not where an MMA leaves them, which come out wrong."""
 
     registers: int
     stack_bytes: int
     spill_bytes: int
     shared_bytes: int
+    transposes: int
+    misplaced: int
     loop: Counter[str] = field(repr=False)
     path: Counter[str] = field(repr=False)
 
@@ -81,7 +84,10 @@ def compile_kernel(
         sass = _tool("nvdisasm", "-c", f.name)
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
     spills = sum(4 * len(re.findall(rf"\b{op}\b", sass)) for op in ("LDL", "STL"))
-    return Compiled(registers, stack, spills, binary.metadata.shared, _main_loop(sass), _shortest_path(sass))
+    return Compiled(
+        registers, stack, spills, binary.metadata.shared, *_transposes(binary.asm["ttgir"]), _main_loop(sass),
+        _shortest_path(sass),
+    )  # fmt: skip
 
 
 class Launch(NamedTuple):
@@ -128,6 +134,13 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
 
 def _tool(name: str, *args: str) -> str:
     return subprocess.run([os.path.join(BIN, name), *args], capture_output=True, text=True, check=True).stdout
+
+
+def _transposes(ttgir: str) -> tuple[int, int]:
+    """How many ``movmatrix`` there are, and how many of them are not of a layout of MMA results."""
+    of_mma = set(re.findall(r"^(#\w+) = #ttg\.nvidia_mma<", ttgir, re.MULTILINE))
+    layouts = re.findall(r'"movmatrix[^\n]*? : tensor<[^,]*, (#\w+)> ->', ttgir)
+    return len(layouts), sum(layout not in of_mma for layout in layouts)
 
 
 def _main_loop(sass: str) -> Counter[str]:

@@ -18,17 +18,19 @@ import triton.language as tl
 from kvq.kernels.decode import (
     HEADROOM,
     NEG,
-    TINY,
     apply_softcap,
+    finish_planes,
     load_codes,
     load_query,
-    load_query_plane,
     load_scales,
+    no_sums,
     plane_max,
     quantized_scores,
     quantized_values,
+    query_operands,
     rotate_planes,
     store_planes,
+    turn_query,
 )
 from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
 from kvq.kernels.planes import plane_dim
@@ -87,7 +89,7 @@ def softmax_step(
 
 @triton.jit
 def context_tile(
-    q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
+    q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, z, p_head, p_table, slot_of_page, stride_page,
     v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, own, window, cap,
     D: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
@@ -118,10 +120,10 @@ def context_tile(
             p_turn + i // STEPS * (2 * MAX_PAIRS), i * N, own, window, cap,
             N, K_BITS, K_SYM, PAIRS, MAX_PAIRS, 1, MASKED, WINDOW, SOFTCAP, ASM,
         )  # fmt: skip
-        a0, a1, a2, a3, m, l = quantized_values(
-            s, top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, i * N, own, N, V_BITS, V_SYM, 1, MASKED, SOFTCAP, ASM
+        a0, a1, a2, a3, m, l, z = quantized_values(
+            s, top, sm, a0, a1, a2, a3, m, l, z, b_v, vs, vz, i * N, own, N, V_BITS, V_SYM, 1, MASKED, SOFTCAP, ASM
         )
-    return a0, a1, a2, a3, m, l
+    return a0, a1, a2, a3, m, l, z
 
 
 @triton.jit
@@ -245,20 +247,16 @@ def prefill_kernel(
     o_k = tl.arange(0, WK)
     o_v = tl.arange(0, WV)
 
-    x0, x1, x2, x3, top = load_query(
-        query, o_q, dim_scale + i_head * D, k_hadamard, o_k, m_r, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM, 1
-    )  # fmt: skip
-    q0, q1, q2, q3 = x0.to(tl.float16), x1.to(tl.float16), x2.to(tl.float16), x3.to(tl.float16)  # [R, WK]
-    qs = tl.sum(q0.to(tl.float32), 1) + tl.sum(q1.to(tl.float32), 1)  # of the rounded values
-    UNIT: tl.constexpr = 2.0**-20 if K_BITS == 4 else 2.0**-24  # of scores: what a code of 1 is unpacked to
-    if K_BITS == 4:
-        qs += tl.sum(q2.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1)
-        q0, q2 = q0 * 16.0, q2 * 16.0  # planes 1 and 3 are unpacked 16 times as large
-    qs *= UNIT
+    x0, x1, x2, x3 = load_query(query, o_q, o_k, m_r, D, KP, BLOCK, 1)
+    x0, x1, x2, x3, top = turn_query(
+        x0, x1, x2, x3, dim_scale + i_head * D, k_hadamard, o_k, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM, 1
+    )
+    q0, q1, q2, q3, qs = query_operands(x0, x1, x2, x3, K_BITS, K_ROTATE, 1, ASM)  # [R, WK]
     if SOFTCAP:
         sm_raw = scale
     else:
         sm_raw = scale * 1.4426950408889634
+    UNIT: tl.constexpr = 2.0**-20 if K_BITS == 4 else 2.0**-24  # of scores, see query_operands
     sm = sm_raw * top / UNIT
 
     p_turn = far
@@ -278,7 +276,7 @@ def prefill_kernel(
     a2 = tl.zeros([R, WV], tl.float32)
     a3 = tl.zeros([R, WV], tl.float32)
     m = tl.full([R], -1.0e29, tl.float32)  # above NEG, so that a tile with nothing seen adds nothing
-    l = tl.zeros([R], tl.float32)
+    l, z = no_sums(R, 1), no_sums(R, 1)
 
     # The context: indices up to context - 1, and beyond ``low`` in a window; every row sees the same last one.
     last = tl.where(m_r, context - 1, -1)
@@ -294,33 +292,26 @@ def prefill_kernel(
     p_head = pages + i_head * head_bytes
     seen = (last - low)[:, None]  # how many of the last tokens of the context a row sees
     for i in tl.range(page_lo * STEPS, full, num_stages=STAGES):
-        a0, a1, a2, a3, m, l = context_tile(
-            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
+        a0, a1, a2, a3, m, l, z = context_tile(
+            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, z, p_head, p_table, slot_of_page, stride_page,
             v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, last, seen, cap,
             D, QT, R, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, WINDOW, WINDOW, SOFTCAP, HAS_HOT, ASM,
         )  # fmt: skip
     for i in tl.range(full, tl.cdiv(context, QT), num_stages=1):  # the last tile, where it is not full
-        a0, a1, a2, a3, m, l = context_tile(
-            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
+        a0, a1, a2, a3, m, l, z = context_tile(
+            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, z, p_head, p_table, slot_of_page, stride_page,
             v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, last, seen, cap,
             D, QT, R, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, HAS_HOT, ASM,
         )  # fmt: skip
-    a0, a1, a2, a3 = a0 * (1.0 / TINY), a1 * (1.0 / TINY), a2 * (1.0 / TINY), a3 * (1.0 / TINY)
-    if V_BITS == 4:
-        a1, a3 = a1 * 0.0625, a3 * 0.0625
+    a0, a1, a2, a3 = finish_planes(a0, a1, a2, a3, z, V_BITS, 1)
+    l = tl.sum(l, 1)
     if V_ROTATE:
         top = plane_max(a0, a1, a2, a3, VP)
         inv = 1.0 / top
         a0, a1, a2, a3 = rotate_planes(a0 * inv, a1 * inv, a2 * inv, a3 * inv, v_hadamard, WV, VP, NORM, 1)
         a0, a1, a2, a3 = a0 * top, a1 * top, a2 * top, a3 * top
 
-    r0 = load_query_plane(query, o_q, o_v, m_r, 0, VP, D, BLOCK, 1)  # [R, WV]
-    r1 = load_query_plane(query, o_q, o_v, m_r, 1, VP, D, BLOCK, 1)
-    if VP == 4:
-        r2 = load_query_plane(query, o_q, o_v, m_r, 2, VP, D, BLOCK, 1)
-        r3 = load_query_plane(query, o_q, o_v, m_r, 3, VP, D, BLOCK, 1)
-    else:
-        r2, r3 = r0, r1
+    r0, r1, r2, r3 = load_query(query, o_q, o_v, m_r, D, VP, BLOCK, 1)  # [R, WV]
     if not ASM:  # the interpreter multiplies bf16 wrongly
         r0, r1, r2, r3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from kvq.tuned import DecodeConfig, WriteConfig
 
 CHUNK = 2048  # pages that are really quantized; the rest repeat them in another order
 CALLS = 10  # least calls in a graph: the launch of a replay is shared by them
+WARM_S = 0.02  # of replays before any is timed: the first ones after inputs were made can be 7 % slower
 
 
 def capture(calls: Sequence[Callable[[], Any]]) -> tuple[torch.cuda.CUDAGraph, int]:
@@ -37,8 +39,10 @@ def capture(calls: Sequence[Callable[[], Any]]) -> tuple[torch.cuda.CUDAGraph, i
         for _ in range(repeats):
             for call in calls:
                 call()
-    graph.replay()
-    torch.cuda.synchronize()
+    start = time.perf_counter()
+    while time.perf_counter() < start + WARM_S:
+        graph.replay()
+        torch.cuda.synchronize()
     return graph, repeats * len(calls)
 
 

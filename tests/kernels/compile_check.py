@@ -86,6 +86,9 @@ def main(capability: int, launched: list[tuple[str, cases.Case, list[Launch]]]) 
                     "stack_bytes": made.stack_bytes,
                     "spill_bytes": made.spill_bytes,
                     "shared_bytes": made.shared_bytes,
+                    "loop_spills": sum(n for op, n in made.loop.items() if op.startswith(("LDL", "STL"))),
+                    "transposes": made.transposes,
+                    "misplaced": made.misplaced,
                     "async_16_bytes": sum(n for op, n in made.loop.items() if op.startswith("LDGSTS") and ".128" in op),
                     "async_narrow": sum(
                         n for op, n in made.loop.items() if op.startswith("LDGSTS") and ".128" not in op
