@@ -383,8 +383,8 @@ def turn_query(
 def query_operands(
     x0, x1, x2, x3, K_BITS: tl.constexpr, ROTATED: tl.constexpr, TOKENS: tl.constexpr, ASM: tl.constexpr
 ):
-    """What ``quantized_scores`` multiplies unpacked codes with, fp16 [W, R], for planes of ``load_query``; and the sum of
-    the rounded query, [R], times the unit of the scores.
+    """What ``quantized_scores`` multiplies unpacked codes with, fp16 [W, R], for planes of ``turn_query``; and the sum
+    of the rounded query, [R], times the unit of the scores.
 
     With codes of 4 bits, x0 n0 + x1 n1 = ((16 x0 - x1) n0 + x1 (n0 + 16 n1)) / 16. ROTATED: the planes are results of
     an MMA.
