@@ -25,11 +25,12 @@ from kvq.tuned import DecodeConfig, WriteConfig
 
 CHUNK = 2048  # pages that are really quantized; the rest repeat them in another order
 CALLS = 10  # least calls in a graph: the launch of a replay is shared by them
-WARM_S = 0.02  # of replays before any is timed: the first ones after inputs were made can be 7 % slower
+WARM_S = 0.05  # of replays before any is timed: the first after inputs were made are up to 7 % slower
 
 
 def capture(calls: Sequence[Callable[[], Any]]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A CUDA graph of ``calls`` in turn, repeated to at least CALLS calls, and how many calls it holds."""
+    """A CUDA graph of ``calls`` in turn, repeated to at least CALLS calls, and how many calls it holds; replayed for
+    WARM_S seconds."""
     repeats = -(-CALLS // len(calls))
     for call in calls:
         call()
