@@ -226,7 +226,7 @@ def as_operand(p, TOKENS: tl.constexpr, ASM: tl.constexpr):
     """
     if TOKENS == 0 and ASM:
         BLOCKS: tl.constexpr = p.shape[0] // 8
-        p = tl.inline_asm_elementwise(
+        p = tl.inline_asm_elementwise(  # not pure: in another layout it would be another function
             "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=tl.float16, is_pure=False, pack=2
         )
         p = tl.reshape(tl.permute(tl.reshape(p, [BLOCKS, 8, 8]), (0, 2, 1)), [BLOCKS * 8, 8])
@@ -238,7 +238,8 @@ def finish_planes(a0, a1, a2, a3, z, V_BITS: tl.constexpr, TOKENS: tl.constexpr)
     """The accumulators of ``quantized_values`` as values: planes apart, in their own units, zeros of all tokens."""
     if V_BITS == 4:
         a1, a3 = (a1 - a0) * 0.0625, (a3 - a2) * 0.0625
-    z = along(tl.sum(z, TOKENS), 1 - TOKENS) - z * (16.0 if TOKENS == 0 else 8.0)
+    PARTS: tl.constexpr = 16 - 8 * TOKENS
+    z = along(tl.sum(z, TOKENS), 1 - TOKENS) - z * PARTS
     a0, a1 = add_tile(a0 * (1.0 / TINY), z, TOKENS), add_tile(a1 * (1.0 / TINY), z, TOKENS)
     if V_BITS == 4:
         a2, a3 = add_tile(a2 * (1.0 / TINY), z, TOKENS), add_tile(a3 * (1.0 / TINY), z, TOKENS)
@@ -277,9 +278,10 @@ def quantized_values(
     else:
         c = tile_sums(p * along(vz, TOKENS), TOKENS)
     z = z * a + c
-    # MMAs round towards zero: accumulators are kept near it by what each lane knows of the zeros. That is taken back at
-    # the end, exactly.
-    c *= (16.0 if TOKENS == 0 else 8.0) * TINY
+    # MMAs round towards zero: accumulators are kept near it by what each lane knows of the zeros, one of PARTS. That is
+    # taken out again at the end.
+    PARTS: tl.constexpr = 16 - 8 * TOKENS
+    c *= PARTS * TINY
     b_p = as_operand(b_p, TOKENS, ASM)
     if V_BITS == 4:
         v0, v1, v2, v3 = tiny_nibble_pairs(b_v, ASM)
