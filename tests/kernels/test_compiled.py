@@ -15,7 +15,7 @@ from tests.kernels.compile_check import SHARED
 # At 80 % of the read bandwidth an H200 has about 4 issue slots an element of K or V.
 INSTRUCTIONS_PER_ELEMENT = 3.0
 # A chunk of INT4 took 10.9 and 21 barriers when it was written at half the bandwidth of an H200.
-WRITE_INSTRUCTIONS, WRITE_BARRIERS = 10.0, 10
+WRITE_INSTRUCTIONS, WRITE_BARRIERS = 10.0, 9
 
 
 @pytest.mark.parametrize("capability", SHARED)
@@ -38,8 +38,9 @@ def test_kernels_fit_the_gpu(capability: int) -> None:  # vLLM #36802, #46721
             "d256-int8"
         ):  # one warp holds too little for head size 256: it spills, and is correct
             assert row["loop_spills"] == 0, row
-            if row["case"] != "d64":  # ptxas takes 128 registers there, and two words of the prologue go to the stack
-                assert row["spill_bytes"] == 0 and row["stack_bytes"] == 0, row
+            # ptxas stops at 128 registers for head size 64 on sm_90: 8 bytes go to the stack, outside the loop
+            words = 8 if (capability, row["case"]) == (90, "d64") else 0
+            assert row["spill_bytes"] <= words and row["stack_bytes"] <= words, row
         assert row["shared_bytes"] <= SHARED[capability], row
         if row["part"] == "write a chunk" and capability == 90 and row["case"] in ("d128", "d128-hot-bf16"):
             assert row["registers"] <= 128, row  # four programs of four warps a multiprocessor
