@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from kvq.kernels.device import dependent_launch
 from kvq.page import PageLayout
 from kvq.reference import HotPool, word_hadamard
 from kvq.scheme import check_count, is_integer
@@ -13,7 +14,7 @@ from kvq.tuned import DecodeConfig, pick
 
 MAX_Q_LEN = 8
 ITEM = 8  # int32 fields of a work item
-HOT_COST = 8  # quantized pages that take as long as one page in the model's precision
+HOT_COST = 5  # quantized pages that take as long as one page in the model's precision
 
 
 def check_skip_threshold(value: float) -> float:
@@ -66,10 +67,9 @@ class DecodePlan:
         self.device = torch.device(device)
         self.max_pages = -(-max_seq_len // layout.page_size)
         processors = 1
-        self.dependent_launch = False  # of the merge on decode; Hopper and later
+        self.dependent_launch = dependent_launch(self.device)  # of the merge on decode
         if self.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self.device)
-            processors, self.dependent_launch = properties.multi_processor_count, properties.major >= 9
+            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.rows = q_len * heads // layout.kv_heads
         self.row_block = 8 if self.rows <= 8 else 16
         if config is None:

@@ -19,7 +19,15 @@ import torch
 import triton
 
 from kvq import tuned
-from kvq.kernels.timing import DecodeInputs, WriteInputs, decode_inputs, in_processes, replay_us, write_inputs
+from kvq.kernels.timing import (
+    DecodeInputs,
+    WriteInputs,
+    decode_inputs,
+    in_processes,
+    log_uniform,
+    replay_us,
+    write_inputs,
+)
 from kvq.page import PageLayout
 from kvq.scheme import PRESETS
 from kvq.transform import KeyTransform
@@ -31,24 +39,33 @@ CLOSE = 1.01  # times the best within which an earlier candidate is preferred: r
 FINALISTS = 5  # of the first batch that are measured on the others
 PROGRAMS = {"small": (3, 4, 5, 6, 8), "large": (4, 6, 8, 12)}
 MIN_CHUNK = (1, 2, 4, 8)
-START_COST = (2, 5, 8)
+START_COST = (2, 5, 8, 11)  # of a ragged batch
 REGISTERS = 65536  # of a multiprocessor of every GPU since Ampere
 RESERVED = 1024  # bytes of shared memory that CUDA keeps of each program
 WRITES = {"small": 64, "large": 8192}  # tokens that stand for a workload
 
 
 class Batch(NamedTuple):
-    """A decode batch that stands for a class; ``group``: query heads a KV head."""
+    """A decode batch that stands for a class; ``group``: query heads a KV head; ``shortest``: where lengths go down to
+    evenly in their logarithm, None for all of ``tokens``."""
 
     sequences: int
     tokens: int
     kv_heads: int = KV_HEADS
     group: int = 4
+    shortest: int | None = None
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        if self.shortest is None:
+            return (self.tokens,) * self.sequences
+        return log_uniform(self.sequences, self.shortest, self.tokens)
 
     def __str__(self) -> str:
         usual = (self.kv_heads, self.group) == (KV_HEADS, 4)
         heads = "" if usual else f" heads {self.kv_heads * self.group}/{self.kv_heads}"
-        return f"{self.sequences} x {self.tokens}{heads}"
+        lengths = self.tokens if self.shortest is None else f"{self.shortest} to {self.tokens}"
+        return f"{self.sequences} x {lengths}{heads}"
 
 
 # The shapes of the tables (bench/kernels), by workload and query rows of a program.
@@ -58,6 +75,7 @@ BATCHES = {
     ("large", 8): (Batch(32, 16384), Batch(128, 2048)),
     ("large", 16): (Batch(64, 16384, 4, 16),),
 }
+RAGGED = {8: Batch(64, 32768, shortest=256), 16: Batch(64, 32768, 4, 16, 256)}  # for start_cost, by rows of a program
 
 
 @dataclass(frozen=True)
@@ -199,7 +217,7 @@ def batches_of(shape: ShapeClass, gpu: Gpu) -> list[Batch]:
 def inputs_of(shape: ShapeClass, batch: Batch, least_bytes: int) -> DecodeInputs:
     """As in the tables: the first page of each sequence hot, except where pages hold INT8."""
     return decode_inputs(
-        layout_of(shape, batch.kv_heads), batch.group * batch.kv_heads, [batch.tokens] * batch.sequences,
+        layout_of(shape, batch.kv_heads), batch.group * batch.kv_heads, batch.lens,
         sink=shape.scheme != "int8", transform=offset(shape.head_dim) if shape.pairs else None,
         least_bytes=least_bytes,
     )  # fmt: skip
@@ -255,9 +273,17 @@ def measure(shape: ShapeClass, gpu: Gpu, quick: bool) -> tuple[DecodeConfig, dic
     times = _over(inputs, dict.fromkeys([start, *ranked[: 3 if quick else FINALISTS]]), first)
     best = _best(times)
     if shape.workload == "small" or not quick:  # what needs no other kernel
-        planned = [replace(best, min_chunk=n) for n in MIN_CHUNK] + [replace(best, start_cost=n) for n in START_COST]
+        planned = [replace(best, min_chunk=n) for n in MIN_CHUNK]
         times |= _over(inputs, dict.fromkeys(c for c in planned if c not in times), {})
         best = _best(times)
+    if shape.workload == "large":
+        batches.append(RAGGED[shape.rows])
+        inputs.append(inputs_of(shape, batches[-1], 4 * gpu.l2_bytes))
+        costs = dict.fromkeys((best.start_cost, *START_COST))
+        ragged = _times(time_us, inputs[-1], [replace(best, start_cost=n) for n in costs])
+        times[start] = [*times[start], time_us(inputs[-1], start)]
+        even, best = times[best], _best({config: [t] for config, t in ragged.items()})
+        times[best] = [*even[: len(batches) - 1], ragged[best]]
     facts: dict[str, Any] = {
         "batch": batches[0].sequences,
         "context": batches[0].tokens,

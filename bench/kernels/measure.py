@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kvq import ops, reference
-from kvq.kernels.timing import DecodeInputs, WriteInputs, decode_inputs, graph_us, replay_us
+from kvq.kernels.timing import DecodeInputs, WriteInputs, decode_inputs, graph_us, log_uniform, replay_us
 from kvq.page import PageLayout
 from kvq.prefill import Attention, prefill_pages
 from kvq.scheme import INT4, INT4_SYM, INT8, K8V4, QuantScheme
@@ -85,9 +84,7 @@ def uniform(batch: int, context: int, **other: int) -> Shape:
 
 
 def ragged(batch: int = 64, shortest: int = 256, longest: int = 32768) -> Shape:
-    """Lengths spread evenly in their logarithm."""
-    step = math.log(longest / shortest) / (batch - 1)
-    return Shape(tuple(round(shortest * math.exp(i * step)) for i in range(batch)))
+    return Shape(log_uniform(batch, shortest, longest))
 
 
 MAIN = uniform(32, 16384)

@@ -543,9 +543,15 @@ def decode_item(
     p_list = page_list + i_seq.to(tl.int64) * stride_list
     p_index = page_index + i_seq.to(tl.int64) * stride_list
     x0, x1, x2, x3 = load_query(query, o_q, o_k, m_r, D, KP, BLOCK, TOKENS)
+    # pages that not every row sees whole, at either end of the list, come first
+    start = tl.minimum(tl.maximum(full_lo, lo), hi)
+    stop = tl.minimum(tl.maximum(full_hi, start), hi)
     if ASM:  # start the first pages on their way to L2 while the query is made ready
+        if stop - start < hi - lo:
+            page = tl.load(p_list + tl.where(lo < start, lo, stop)).to(tl.int64)
+            prefetch_l2(pages + page * stride_page + i_head * head_bytes, head_bytes, 128)
         for ahead in tl.static_range(PREFETCH):
-            page = tl.load(p_list + tl.minimum(lo + ahead, hi - 1), mask=hi > lo, other=0).to(tl.int64)
+            page = tl.load(p_list + tl.minimum(start + ahead, stop - 1), mask=start < stop, other=0).to(tl.int64)
             prefetch_l2(pages + page * stride_page + i_head * head_bytes, head_bytes, 128)
 
     x0, x1, x2, x3, top = turn_query(
@@ -625,12 +631,13 @@ def decode_item(
                 )  # fmt: skip
                 r = tl.maximum(r, tl.max(s, TOKENS))
 
-    # pages that not every row sees whole, at either end of the list, go in masked steps of EDGE_N tokens
-    start = tl.minimum(tl.maximum(full_lo, lo), hi)
-    stop = tl.minimum(tl.maximum(full_hi, start), hi)
+    # the edges, in masked steps of EDGE_N tokens, without those beyond the last token
     STEPS: tl.constexpr = N // EDGE_N
-    for step in tl.range(lo * STEPS, (hi - (stop - start)) * STEPS, num_stages=1):
-        i = step // STEPS
+    steps = (hi - lo - (stop - start)) * STEPS
+    if stop < hi:
+        steps -= STEPS - tl.cdiv(tl.minimum(seq_len - page_index_of(hi - 1, p_index, HAS_HOT) * N, N), EDGE_N)
+    for step in tl.range(0, steps, num_stages=3):
+        i = lo + step // STEPS
         i += tl.where(i < start, 0, stop - start)
         row = (step % STEPS) * EDGE_N
         index = page_index_of(i, p_index, HAS_HOT)
@@ -641,23 +648,22 @@ def decode_item(
             f_cos, f_sin = tl.load(p_edge + 2 * N * PAIRS), tl.load(p_edge + 2 * N * PAIRS + PAIRS)
         else:
             e_cos, e_sin, f_cos, f_sin = i_cos, i_sin, j_cos, j_sin
-        if index * N + row < seq_len:
-            o_edge = row + tl.arange(0, EDGE_N)
-            b_k = load_codes(p_page, o_edge, D, K_BITS, WK, TOKENS)
-            b_v = load_codes(p_page + v_codes, o_edge, D, V_BITS, WV, ROWS)
-            ks, kz = load_scales(p_page + k_scales, o_edge, K_SYM)
-            vs, vz = load_scales(p_page + v_scales, o_edge, V_SYM)
-            s, seen_top = quantized_scores(
-                q0, q1, q2, q3, qs, sm, b_k, ks, kz, c_cos, c_sin, e_cos, e_sin, f_cos, f_sin,
-                p_turn + index * (2 * MAX_PAIRS), index * N + row, own, window, cap,
-                EDGE_N, K_BITS, K_SYM, PAIRS, MAX_PAIRS, TOKENS, True, WINDOW, SOFTCAP, ASM,
-            )  # fmt: skip
-            a0, a1, a2, a3, m, l, z = quantized_values(
-                s, seen_top, sm, a0, a1, a2, a3, m, l, z, b_v, vs, vz, index * N + row, own,
-                EDGE_N, V_BITS, V_SYM, TOKENS, True, SOFTCAP, ASM,
-            )  # fmt: skip
-            if SKIP:
-                r = tl.maximum(r, seen_top)
+        o_edge = row + tl.arange(0, EDGE_N)
+        b_k = load_codes(p_page, o_edge, D, K_BITS, WK, TOKENS)
+        b_v = load_codes(p_page + v_codes, o_edge, D, V_BITS, WV, ROWS)
+        ks, kz = load_scales(p_page + k_scales, o_edge, K_SYM)
+        vs, vz = load_scales(p_page + v_scales, o_edge, V_SYM)
+        s, seen_top = quantized_scores(
+            q0, q1, q2, q3, qs, sm, b_k, ks, kz, c_cos, c_sin, e_cos, e_sin, f_cos, f_sin,
+            p_turn + index * (2 * MAX_PAIRS), index * N + row, own, window, cap,
+            EDGE_N, K_BITS, K_SYM, PAIRS, MAX_PAIRS, TOKENS, True, WINDOW, SOFTCAP, ASM,
+        )  # fmt: skip
+        a0, a1, a2, a3, m, l, z = quantized_values(
+            s, seen_top, sm, a0, a1, a2, a3, m, l, z, b_v, vs, vz, index * N + row, own,
+            EDGE_N, V_BITS, V_SYM, TOKENS, True, SOFTCAP, ASM,
+        )  # fmt: skip
+        if SKIP:
+            r = tl.maximum(r, seen_top)
     o_page = tl.arange(0, N)
     page = tl.load(p_list + start, mask=start < stop, other=0)
     for i in tl.range(start, stop, num_stages=STAGES):
@@ -693,6 +699,14 @@ def decode_item(
     if SKIP:
         tl.atomic_add(skipped, pages_skipped.to(tl.int64), sem="relaxed")
         tl.atomic_add(skipped + 1, (stop - start).to(tl.int64), sem="relaxed")
+    if HAS_HOT:  # asked for before the output is rotated
+        m_hot = o_r < tl.where(hot_lo < hot_hi, rows, 0)
+        r0, r1, r2, r3 = load_hot_query(query, o_q, o_v, m_hot, hot_pool, D, VP, BLOCK, TOKENS, UPCAST)
+        if ASM:
+            if hot_lo < hot_hi:
+                p_key = hot_pool + (tl.load(p_hot + hot_lo).to(tl.int64) * 2 * HEADS_KV + i_head) * (N * D)
+                prefetch_l2(p_key.to(tl.pointer_type(tl.uint8)), N * D * 2, N * WV * VP // 64)
+                prefetch_l2((p_key + HEADS_KV * N * D).to(tl.pointer_type(tl.uint8)), N * D * 2, N * WV * VP // 64)
     a0, a1, a2, a3 = finish_planes(a0, a1, a2, a3, z, V_BITS, TOKENS)
     l = tl.sum(l, TOKENS)
     if V_ROTATE:
@@ -703,7 +717,6 @@ def decode_item(
 
     if HAS_HOT:
         if hot_hi > hot_lo:
-            r0, r1, r2, r3 = load_hot_query(query, o_q, o_v, m_r, hot_pool, D, VP, BLOCK, TOKENS, UPCAST)
             for i in tl.range(hot_lo * TILES, hot_hi * TILES, num_stages=HOT_STAGES):
                 slot = tl.load(p_hot + i // TILES).to(tl.int64)
                 row = (i % TILES) * HOT_N

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,12 @@ USE_ASM = not triton.knobs.runtime.interpret  # the interpreter has no inline as
 
 def next_pow2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
+
+
+@functools.cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether kernels can be put in place before the one before them has ended (Hopper and later)."""
+    return USE_ASM and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
+from kvq.kernels.device import USE_ASM, DeviceTransform, dependent_launch, next_pow2
 from kvq.kernels.planes import plane_dim
 from kvq.page import PageLayout
 from kvq.reference import HotPool, hadamard_block, word_hadamard
@@ -499,9 +500,12 @@ def write_kernel(
     WK: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     HAS_MU: tl.constexpr, HALVES: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_HOT: tl.constexpr,
     CHECK: tl.constexpr, CLAMP: tl.constexpr, RAW: tl.constexpr, JOIN: tl.constexpr, VALUES: tl.constexpr,
-    ASM: tl.constexpr,
+    DEPENDENT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, blocks of T tokens, 2 if VALUES is "apart", else 1). VALUES: see WriteConfig; "" has no V."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()  # put in place early, it reads nothing before its inputs are there
     RAW_KEY: tl.constexpr = RAW and not HAS_MU and not HAS_SCALE
     K_MEAN: tl.constexpr = RAW_KEY and K_ROTATE and K_CLIP < 1.0 and not K_SYM
     V_MEAN: tl.constexpr = RAW and V_ROTATE and V_CLIP < 1.0 and not V_SYM
@@ -654,6 +658,7 @@ def write(
         source = transform.source
         halves = block == head_dim == source.rotary_dim and not source.interleaved
     values = "" if value is None else config.values
+    dependent = dependent_launch(key.device)
     write_kernel[(layout.kv_heads, triton.cdiv(tokens, config.tokens), 2 if values == "apart" else 1)](
         key, key if value is None else value, slot_mapping, slot_mapping if positions is None else positions, pages,
         key if hot is None else hot.pool, status if hot is None else hot.index,
@@ -671,6 +676,7 @@ def write(
         BLOCK=block, NORM=block**-0.5, HAS_MU=has_mu, HALVES=has_mu and halves,
         HAS_SCALE=transform is not None and transform.has_scale,
         HAS_HOT=hot is not None, CHECK=check, CLAMP=clamp, VALUES=values,
-        RAW=not clamp and key.dtype != torch.float32, JOIN=config.tokens >= 64, ASM=USE_ASM, num_warps=config.num_warps,
+        RAW=not clamp and key.dtype != torch.float32, JOIN=config.tokens >= 64, DEPENDENT=dependent,
+        ASM=USE_ASM, num_warps=config.num_warps, **({"launch_pdl": True} if dependent else {}),
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import statistics
 import sys
@@ -113,6 +114,12 @@ class DecodeInputs:
             )
             for pages, hot in self.caches
         ]
+
+
+def log_uniform(count: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """Lengths of a ragged batch, spread evenly in their logarithm."""
+    step = math.log(longest / shortest) / (count - 1)
+    return tuple(round(shortest * math.exp(i * step)) for i in range(count))
 
 
 def decode_inputs(

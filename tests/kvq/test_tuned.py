@@ -318,12 +318,14 @@ def test_tuning_needs_a_gpu_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_tune_writes_a_file_that_loads_with_the_fastest_configurations(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    """Everything but the GPU: clocks that like three stages and 6 programs, and V apart, and a kernel that fails."""
+    """Everything but the GPU: clocks that like three stages and 6 programs, for ragged batches a start cost of 11, and V
+    apart, and a kernel that fails."""
 
     def clock(inputs: Any, config: DecodeConfig, replays: int = 7) -> float:
         if config.programs == 12:
             raise RuntimeError("out of resources")
-        return 100.0 + 10 * ((config.num_stages != 3) + (config.programs != 6))
+        ragged = inputs.batch.shortest is not None and config.start_cost != 11
+        return 100.0 + 10 * ((config.num_stages != 3) + (config.programs != 6) + ragged)
 
     def write_clock(inputs: Any, config: WriteConfig, replays: int = 7) -> float:
         return 20.0 + (config.values != "apart") + (config.tokens != 64)
@@ -337,7 +339,7 @@ def test_tune_writes_a_file_that_loads_with_the_fastest_configurations(
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(tune, "in_processes", lambda jobs, processes: None)
-    monkeypatch.setattr(tune, "inputs_of", lambda *args: SimpleNamespace(bytes_read=10**8))
+    monkeypatch.setattr(tune, "inputs_of", lambda *args: SimpleNamespace(bytes_read=10**8, batch=args[1]))
     monkeypatch.setattr(tune, "writes_of", lambda *args: SimpleNamespace(bytes_moved=10**8))
     monkeypatch.setattr(tune, "time_us", clock)
     monkeypatch.setattr(tune, "write_us", write_clock)
@@ -353,10 +355,12 @@ def test_tune_writes_a_file_that_loads_with_the_fastest_configurations(
             assert config == H200.entries[shape]
         else:
             assert (config.num_stages, config.programs) == (3, 6)
+            assert (config.start_cost == 11) == (shape.workload == "large")
     chunk = file.writes[WriteClass("int4", False, "large", 128)]
     assert (chunk.tokens, chunk.values) == (64, "apart")
     row = next(row for row in json.loads(path.read_text())["entries"] if row["rows"] == 16 and row["scheme"] == "int4")
-    assert row["shipped"] == {"64 x 16384 heads 64/4": 110.0} and row["tuned"] == {"64 x 16384 heads 64/4": 100.0}
+    names = ("64 x 16384 heads 64/4", "64 x 256 to 32768 heads 64/4")
+    assert row["shipped"] == dict(zip(names, (110.0, 120.0))) and row["tuned"] == dict.fromkeys(names, 100.0)
     assert "64 x 16384 heads 64/4: shipped 110.0 us, tuned 100.0 us" in capsys.readouterr().out
 
 
