@@ -116,12 +116,10 @@ def write_classes(quick: bool) -> Iterator[WriteClass]:
 
 
 def compiled_candidates(shape: ShapeClass, quick: bool) -> Iterator[DecodeConfig]:
-    """Configurations that differ in what is compiled: warps, stages, registers and prefetch."""
+    """Configurations that differ in what is compiled: stages, registers and prefetch."""
     if shape.rows == 16:  # 255 registers leave two programs a scheduler; with 168 there may be three, which spill
         yield from (DecodeConfig(num_stages=stages) for stages in ((3, 4) if quick else (2, 3, 4, 5)))
         yield from (DecodeConfig(num_stages=stages, maxnreg=168) for stages in ((2,) if quick else (2, 3)))
-        if not quick:
-            yield from (DecodeConfig(num_warps=2, num_stages=stages) for stages in (2, 3, 4))
     elif shape.workload == "small":  # few bytes a program: how soon, and how many are on their way
         for stages in (3, 4) if quick else (2, 3, 4, 5):
             for prefetch in (0, 2) if quick else (0, 2, 4):
@@ -150,11 +148,11 @@ def fits(config: DecodeConfig, layout: PageLayout, pairs: int, gpu: Gpu) -> bool
     shared = tuned.shared_bytes(config, layout, pairs)
     least = shared - 32 * layout.head_dim  # the bound's scratch often lies in tiles that are no longer needed
     registers = -(-(config.maxnreg or 0) // 8) * 8  # given in units of 8 a thread
-    warps = math.ceil(config.programs) * config.num_warps
+    programs = math.ceil(config.programs)
     return (
         shared <= gpu.shared
         and config.programs * (least + RESERVED) <= gpu.shared_multiprocessor
-        and -(-warps // 4) * 32 * registers <= REGISTERS // 4  # each of the four schedulers has a quarter
+        and -(-programs // 4) * 32 * registers <= REGISTERS // 4  # each of the four schedulers has a quarter
     )
 
 
@@ -253,7 +251,7 @@ def compile_jobs(
     jobs: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
     for shape in shapes:
         for config in candidates(shape, gpu, quick):
-            made = (config.num_warps, config.num_stages, config.prefetch, config.maxnreg)
+            made = (config.num_stages, config.prefetch, config.maxnreg)
             for batch in batches_of(shape, gpu):
                 kernel = (shape._replace(workload=""), batch.kv_heads, batch.group, made)
                 jobs.setdefault(kernel, (compile_decode, (shape, batch, config)))

@@ -24,7 +24,7 @@ from kvq.kernels.device import next_pow2
 from kvq.page import PAGE_SIZES, PageLayout
 from kvq.scheme import HEAD_DIMS, PRESETS, is_integer
 
-FORMAT = 3
+FORMAT = 4
 SMALL_WRITE = 1024  # tokens
 FOLDER = Path(__file__).parent / "kernels" / "tuned"
 ENVIRONMENT = "KVQ_TUNED"
@@ -34,12 +34,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Launch configuration of the decode kernel. ``programs``: a multiprocessor's; a one-warp program may take 255
+    """Launch configuration of the decode kernel. ``programs``: a multiprocessor's, of one warp each, which may take 255
     registers where they are 8, 168 where they are 12; ``min_chunk``: least pages an item; ``prefetch``: pages an item
     asks for before its query is ready; ``start_cost``: pages that take as long as the start of an item; ``maxnreg``:
     most registers, None leaves them to the compiler."""
 
-    num_warps: int = 1
     num_stages: int = 3
     programs: float = 8.0
     min_chunk: int = 2
@@ -378,14 +377,13 @@ def _config(path: str, where: str, config: Any) -> DecodeConfig:
     good = isinstance(config, dict) and set(config) == names
     _check(path, where, config, good, f"an object of {', '.join(sorted(names))}")
     ranges = {
-        "num_warps": (1, 8), "num_stages": (1, 8), "programs": (1, 64), "min_chunk": (1, 64), "prefetch": (0, 16),
+        "num_stages": (1, 8), "programs": (1, 64), "min_chunk": (1, 64), "prefetch": (0, 16),
         "start_cost": (0, 64),
     }  # fmt: skip
     for name, (lo, hi) in ranges.items():
         x = config[name]
         number = is_integer(x) or (name == "programs" and isinstance(x, float))
         _check(path, f"{where}.{name}", x, number and lo <= x <= hi, f"{lo}..{hi}")
-    _check(path, f"{where}.num_warps", config["num_warps"], config["num_warps"] in (1, 2, 4, 8), "a power of two")
     _check_maxnreg(path, where, config)
     return DecodeConfig(**config)
 

@@ -8,8 +8,8 @@ For a tile of N tokens, with codes unpacked as subnormal fp16 numbers n UNIT, sc
 already rotated and scaled to at most 1 in size:
 
     s     = (n UNIT . q) ks + (UNIT sum q) kz + o UNIT       sm: softmax scale * log2 e * max |q| / UNIT
-    p     = exp2(s sm - M)                  M: running maximum of s sm, plus the exponent of the tile's largest vs, so
-    acc   = acc a + (p vs) . n + sum(p vz)  that p vs is in fp16 range whatever V is;  a = exp2(M_old - M)
+    p     = exp2(s sm - M)                  M: running maximum of s sm, plus the exponent of the tile's largest vs if
+    acc   = acc a + (p vs) . n + sum(p vz)  that is positive, so that p and p vs are in fp16 range;  a = exp2(M_old - M)
     L     = L a + sum(p)
 
 ``o`` is the key offset q . R(pos) mu: on P rotary pairs, two coefficients turned to the tile's first position in
@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvq.kernels import layouts
 from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
 from kvq.kernels.planes import (
     butterfly2,
@@ -34,6 +35,7 @@ from kvq.kernels.planes import (
     tiny_bytes,
     tiny_nibble_pairs,
 )
+from kvq.kernels.weigh import add_tile, along, as_operand, no_sums, sum_of_p, sums_of_zeros, weigh
 from kvq.page import PageLayout
 from kvq.plan import ITEM, DecodePlan
 from kvq.reference import HotPool, hadamard_block
@@ -42,17 +44,6 @@ NEG = tl.constexpr(-1.0e30)
 HEADROOM = tl.constexpr(12.0)  # p reaches 2^12 in fp16, so that small p stay normal numbers
 ITEM_FIELDS = tl.constexpr(ITEM)
 TINY = tl.constexpr(2.0**-24)  # of a code 1 unpacked in the last bits of an fp16
-TINY_LOG = tl.constexpr(-24.0)  # log2 of the smallest fp16 above 0, which stands for a scale of 0
-
-
-@triton.jit
-def along(x, AXIS: tl.constexpr):
-    """A vector [X] along axis AXIS of a tile."""
-    if AXIS == 0:
-        y = x[:, None]
-    else:
-        y = x[None, :]
-    return y
 
 
 @triton.jit
@@ -67,14 +58,14 @@ def product(x, y, acc, TOKENS: tl.constexpr):
 
 @triton.jit
 def load_scales(ptr, o_n, SYM: tl.constexpr):
-    """Scale and zero, float32 [N] each, of tokens ``o_n``; the zero is 0 for symmetric storage."""
+    """Scale and zero, fp16 [N] each, of tokens ``o_n``; the zero is 0 for symmetric storage."""
     if SYM:
-        scale = tl.load(ptr.to(tl.pointer_type(tl.float16)) + o_n).to(tl.float32)
+        scale = tl.load(ptr.to(tl.pointer_type(tl.float16)) + o_n)
         zero = tl.zeros_like(scale)
     else:
         both = tl.load(ptr.to(tl.pointer_type(tl.int32)) + o_n)
-        scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return scale, zero
 
 
@@ -115,15 +106,23 @@ def visible(index, own, window, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def load_codes(p, o_n, D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, N_AXIS: tl.constexpr):
-    """Words int16 of N tokens of a page and head, tokens along axis N_AXIS, padded to W a token."""
+def load_codes(p, row, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, N_AXIS: tl.constexpr):
+    """Words int16 of N tokens from ``row`` on of a page and head, tokens along axis N_AXIS, padded to W a token."""
     WORDS: tl.constexpr = D * BITS // 16
-    o_w = tl.arange(0, W)
-    p = p.to(tl.pointer_type(tl.int16)) + (along(o_n, N_AXIS) * WORDS + along(o_w, 1 - N_AXIS))
+    p = p.to(tl.pointer_type(tl.int16)) + row * WORDS
     if W == WORDS:
-        words = tl.load(p)
+        # one range for the whole tile, so that all addresses are one register and constants
+        o = tl.reshape(tl.arange(0, N * W), [N, W])
+        if N_AXIS == 1:
+            o = tl.trans(o)
+            o = tl.max_contiguous(tl.multiple_of(o, (8, 1)), (8, 1))
+        else:
+            o = tl.max_contiguous(tl.multiple_of(o, (1, 8)), (1, 8))
+        words = tl.load(p + o)
     else:
-        words = tl.load(p, mask=along(o_w < WORDS, 1 - N_AXIS), other=0)
+        o_w = tl.arange(0, W)
+        o = along(tl.arange(0, N), N_AXIS) * WORDS + along(o_w, 1 - N_AXIS)
+        words = tl.load(p + o, mask=along(o_w < WORDS, 1 - N_AXIS), other=0)
     return words
 
 
@@ -143,6 +142,7 @@ def quantized_scores(
     ROWS: tl.constexpr = 1 - TOKENS
     UNIT: tl.constexpr = 2.0**-20 if K_BITS == 4 else 2.0**-24
     o_n = tl.arange(0, N)
+    ks, kz = ks.to(tl.float32), kz.to(tl.float32)
     if MASKED:
         inside = token + o_n <= tl.max(own, 0)  # unused rows may hold NaN
         ks = tl.where(inside, ks, 0.0)
@@ -187,102 +187,39 @@ def quantized_scores(
 
 
 @triton.jit
-def no_sums(R: tl.constexpr, TOKENS: tl.constexpr):
-    """Zeros of the shape of ``tile_sums``."""
-    if TOKENS == 0:
-        y = tl.zeros([16, R], tl.float32)
-    else:
-        y = tl.zeros([R, 8], tl.float32)
-    return y
-
-
-@triton.jit
-def tile_sums(x, TOKENS: tl.constexpr):
-    """Sum of the MMA tiles of ``x`` along its tokens, [16, R] or [R, 8]: no lane needs another's values. What is left
-    to add can wait for the last page."""
-    if TOKENS == 0:
-        y = tl.sum(tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]]), 0)
-    else:
-        y = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)
-    return y
-
-
-@triton.jit
-def add_tile(x, y, TOKENS: tl.constexpr):
-    """x [W, R] plus ``y`` of the shape of ``tile_sums`` in each of its MMA tiles: no lane needs another's values."""
-    if TOKENS == 0:
-        z = tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]]) + y[None, :, :]
-    else:
-        z = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]) + y[:, None, :]
-    return tl.reshape(z, x.shape)
-
-
-@triton.jit
-def as_operand(p, TOKENS: tl.constexpr, ASM: tl.constexpr):
-    """fp16 ``p`` of an MMA result, in the lanes where the next product wants it.
-
-    Rows as columns, a lane holds pairs of rows and the operand pairs of tokens: each 8 x 8 block is transposed, by one
-    instruction, and then named as what it is.
-    """
-    if TOKENS == 0 and ASM:
-        BLOCKS: tl.constexpr = p.shape[0] // 8
-        p = tl.inline_asm_elementwise(  # not pure: in another layout it would be another function
-            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], dtype=tl.float16, is_pure=False, pack=2
-        )
-        p = tl.reshape(tl.permute(tl.reshape(p, [BLOCKS, 8, 8]), (0, 2, 1)), [BLOCKS * 8, 8])
-    return p
-
-
-@triton.jit
-def finish_planes(a0, a1, a2, a3, z, V_BITS: tl.constexpr, TOKENS: tl.constexpr):
-    """The accumulators of ``quantized_values`` as values: planes apart, in their own units, zeros of all tokens."""
+def finish_planes(a0, a1, a2, a3, V_BITS: tl.constexpr):
+    """The accumulators of ``quantized_values`` as values, planes apart."""
     if V_BITS == 4:
         a1, a3 = (a1 - a0) * 0.0625, (a3 - a2) * 0.0625
-    PARTS: tl.constexpr = 16 - 8 * TOKENS
-    z = along(tl.sum(z, TOKENS), 1 - TOKENS) - z * PARTS
-    a0, a1 = add_tile(a0 * (1.0 / TINY), z, TOKENS), add_tile(a1 * (1.0 / TINY), z, TOKENS)
-    if V_BITS == 4:
-        a2, a3 = add_tile(a2 * (1.0 / TINY), z, TOKENS), add_tile(a3 * (1.0 / TINY), z, TOKENS)
-    return a0, a1, a2, a3
+    return a0 * (1.0 / TINY), a1 * (1.0 / TINY), a2 * (1.0 / TINY), a3 * (1.0 / TINY)
 
 
 @triton.jit
 def quantized_values(
-    s, top, sm, a0, a1, a2, a3, m, l, z, b_v, vs, vz, token, own,
+    s, top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, token, own,
     N: tl.constexpr, V_BITS: tl.constexpr, V_SYM: tl.constexpr,
     TOKENS: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of ``quantized_scores`` added to the running softmax (m, l), the accumulators a0..a3 [WV, R], of which
-    a1 and a3 are of ``tiny_nibble_pairs``, and z, which is to join every dim; l and z by ``tile_sums``."""
+    """The tokens of ``quantized_scores`` added to the running softmax (m, l), l in sums of ``weigh``, and to the
+    accumulators a0..a3 [WV, R], of which a1 and a3 are of ``tiny_nibble_pairs``."""
     ROWS: tl.constexpr = 1 - TOKENS
     if MASKED:
         inside = token + tl.arange(0, N) <= tl.max(own, 0)
-        vs = tl.where(inside, vs, 0.0)
-        vz = tl.where(inside, vz, 0.0)
-    if V_SYM:
-        size = tl.max(tl.abs(vs), 0)
-    else:
-        size = tl.max(vs, 0)
+        vs = tl.where(inside, vs, 0.0).to(tl.float16)
+        vz = tl.where(inside, vz, 0.0).to(tl.float16)
+    size = tl.max(tl.abs(vs.to(tl.float32)), 0)
     exponent = ((size.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)  # size < 2^exponent
-    m_new = tl.maximum(m, top + (tl.maximum(exponent, TINY_LOG) - HEADROOM))
+    m_new = tl.maximum(m, top + (tl.maximum(exponent, 0.0) - HEADROOM))
     a = tl.exp2(m - m_new)
     if SOFTCAP or MASKED:
         p = tl.exp2(s - along(m_new, ROWS))
     else:
         p = tl.exp2(s * sm - along(m_new, ROWS))
-    b_p = (p * along(vs, TOKENS)).to(tl.float16)
+    b_p, sums = weigh(p.to(tl.float16), vs, vz, V_SYM, TOKENS, ASM)
     a = along(a, ROWS)
-    l = l * a + tile_sums(p, TOKENS)
-    if V_SYM:
-        c = tile_sums(b_p.to(tl.float32), TOKENS) * -(1 << (V_BITS - 1))
-    else:
-        c = tile_sums(p * along(vz, TOKENS), TOKENS)
-    z = z * a + c
-    # MMAs round towards zero: accumulators are kept near it by what each lane knows of the zeros, one of PARTS. That is
-    # taken out again at the end.
-    PARTS: tl.constexpr = 16 - 8 * TOKENS
-    c *= PARTS * TINY
-    b_p = as_operand(b_p, TOKENS, ASM)
+    l = l * a + sums
+    # MMAs round towards zero: the zeros of the tile keep the accumulators near it.
+    c = sums_of_zeros(sums, TOKENS) * ((-(1 << (V_BITS - 1)) if V_SYM else 1) * TINY)
     if V_BITS == 4:
         v0, v1, v2, v3 = tiny_nibble_pairs(b_v, ASM)
         c_pair = c * 17.0
@@ -294,7 +231,7 @@ def quantized_values(
         v0, v1 = tiny_bytes(b_v, ASM)
         a0 = product(v0, b_p, add_tile(a0 * a, c, TOKENS), TOKENS)
         a1 = product(v1, b_p, add_tile(a1 * a, c, TOKENS), TOKENS)
-    return a0, a1, a2, a3, m_new, l, z
+    return a0, a1, a2, a3, m_new, l
 
 
 @triton.jit
@@ -603,7 +540,7 @@ def decode_item(
         a0 = tl.zeros([R, WV], tl.float32)
     a1, a2, a3 = a0, a0, a0
     m = tl.full([R], -1.0e29, tl.float32)  # above NEG, so that a tile with nothing seen adds nothing
-    l, z = no_sums(R, TOKENS), no_sums(R, TOKENS)
+    l = no_sums(R, TOKENS)
 
     if HAS_HOT:
         UPCAST: tl.constexpr = not ASM  # the interpreter multiplies bf16 wrongly
@@ -649,8 +586,8 @@ def decode_item(
         else:
             e_cos, e_sin, f_cos, f_sin = i_cos, i_sin, j_cos, j_sin
         o_edge = row + tl.arange(0, EDGE_N)
-        b_k = load_codes(p_page, o_edge, D, K_BITS, WK, TOKENS)
-        b_v = load_codes(p_page + v_codes, o_edge, D, V_BITS, WV, ROWS)
+        b_k = load_codes(p_page, row, EDGE_N, D, K_BITS, WK, TOKENS)
+        b_v = load_codes(p_page + v_codes, row, EDGE_N, D, V_BITS, WV, ROWS)
         ks, kz = load_scales(p_page + k_scales, o_edge, K_SYM)
         vs, vz = load_scales(p_page + v_scales, o_edge, V_SYM)
         s, seen_top = quantized_scores(
@@ -658,8 +595,8 @@ def decode_item(
             p_turn + index * (2 * MAX_PAIRS), index * N + row, own, window, cap,
             EDGE_N, K_BITS, K_SYM, PAIRS, MAX_PAIRS, TOKENS, True, WINDOW, SOFTCAP, ASM,
         )  # fmt: skip
-        a0, a1, a2, a3, m, l, z = quantized_values(
-            s, seen_top, sm, a0, a1, a2, a3, m, l, z, b_v, vs, vz, index * N + row, own,
+        a0, a1, a2, a3, m, l = quantized_values(
+            s, seen_top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, index * N + row, own,
             EDGE_N, V_BITS, V_SYM, TOKENS, True, SOFTCAP, ASM,
         )  # fmt: skip
         if SKIP:
@@ -672,9 +609,9 @@ def decode_item(
         index = 0
         if PAIRS > 0:
             index = page_index_of(i, p_index, HAS_HOT)
-        b_k = load_codes(p_page, o_page, D, K_BITS, WK, TOKENS)
+        b_k = load_codes(p_page, 0, N, D, K_BITS, WK, TOKENS)
         if not SKIP:
-            b_v = load_codes(p_page + v_codes, o_page, D, V_BITS, WV, ROWS)
+            b_v = load_codes(p_page + v_codes, 0, N, D, V_BITS, WV, ROWS)
         ks, kz = load_scales(p_page + k_scales, o_page, K_SYM)
         if not SKIP:
             vs, vz = load_scales(p_page + v_scales, o_page, V_SYM)
@@ -690,10 +627,10 @@ def decode_item(
             pages_skipped += tl.where(keep, 0, 1)
         if keep:
             if SKIP:
-                b_v = load_codes(p_page + v_codes, o_page, D, V_BITS, WV, ROWS)
+                b_v = load_codes(p_page + v_codes, 0, N, D, V_BITS, WV, ROWS)
                 vs, vz = load_scales(p_page + v_scales, o_page, V_SYM)
-            a0, a1, a2, a3, m, l, z = quantized_values(
-                s, seen_top, sm, a0, a1, a2, a3, m, l, z, b_v, vs, vz, 0, own,
+            a0, a1, a2, a3, m, l = quantized_values(
+                s, seen_top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, 0, own,
                 N, V_BITS, V_SYM, TOKENS, False, SOFTCAP, ASM,
             )  # fmt: skip
     if SKIP:
@@ -707,8 +644,8 @@ def decode_item(
                 p_key = hot_pool + (tl.load(p_hot + hot_lo).to(tl.int64) * 2 * HEADS_KV + i_head) * (N * D)
                 prefetch_l2(p_key.to(tl.pointer_type(tl.uint8)), N * D * 2, N * WV * VP // 64)
                 prefetch_l2((p_key + HEADS_KV * N * D).to(tl.pointer_type(tl.uint8)), N * D * 2, N * WV * VP // 64)
-    a0, a1, a2, a3 = finish_planes(a0, a1, a2, a3, z, V_BITS, TOKENS)
-    l = tl.sum(l, TOKENS)
+    a0, a1, a2, a3 = finish_planes(a0, a1, a2, a3, V_BITS)
+    l = sum_of_p(l, TOKENS)
     if V_ROTATE:
         top = plane_max(a0, a1, a2, a3, VP)
         inv = 1.0 / top
@@ -880,7 +817,7 @@ def decode(
         window=plan.sliding_window is not None,
         softcap=softcap is not None,
     )
-    decode_kernel[(kv_heads * -(-plan.rows // plan.row_block), plan.places)](
+    kernel = decode_kernel[(kv_heads * -(-plan.rows // plan.row_block), plan.places)](
         query, pages, out, lse, plan.part_out, plan.part_lse,
         plan.items, plan.place_item, seq_lens, page_list, plan.page_index, plan.hot_list, plan.hot_index,
         empty if hot is None else hot.pool, empty if sinks is None else sinks,
@@ -892,9 +829,10 @@ def decode(
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         scale, plan.sliding_window or 0, softcap or 0.0, plan.q_len, plan.rows,
         **meta, SKIP=plan.skip, STAGES=config.num_stages, HOT_STAGES=3, PREFETCH=config.prefetch,
-        DEPENDENT=plan.dependent_launch, ASM=USE_ASM, num_warps=config.num_warps,
+        DEPENDENT=plan.dependent_launch, ASM=USE_ASM, num_warps=1,
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip
+    layouts.check(kernel)
     parts = next_pow2(triton.cdiv(plan.places, query.shape[0]))  # of a sequence when all are alike
     dims = 32 if parts > 32 else next_pow2(layout.head_dim)  # many partials: more programs a row
     merge_kernel[(plan.rows * kv_heads, triton.cdiv(layout.head_dim, dims), query.shape[0])](

@@ -23,6 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kvq.kernels.layouts import placement
+
 BIN = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 INSTRUCTION = re.compile(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 LABEL = re.compile(r"\s*(\.L_x_\d+):")
@@ -38,7 +40,7 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 class Compiled:
     """What the compiler made of a kernel. Instructions by mnemonic: ``loop``, of the main loop's body; ``path``, on the
     shortest way through the kernel, on which nothing is wrong and nothing is optional. ``transposes``: ``movmatrix`` in
-    the source; ``misplaced``: those of values that are not where an MMA leaves them, which come out wrong."""
+    the source; ``misplaced``: see kernels/layouts.py."""
 
     registers: int
     stack_bytes: int
@@ -85,7 +87,7 @@ def compile_kernel(
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
     spills = sum(4 * len(re.findall(rf"\b{op}\b", sass)) for op in ("LDL", "STL"))
     return Compiled(
-        registers, stack, spills, binary.metadata.shared, *_transposes(binary.asm["ttgir"]), _main_loop(sass),
+        registers, stack, spills, binary.metadata.shared, *placement(binary.asm["ttgir"]), _main_loop(sass),
         _shortest_path(sass),
     )  # fmt: skip
 
@@ -134,13 +136,6 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
 
 def _tool(name: str, *args: str) -> str:
     return subprocess.run([os.path.join(BIN, name), *args], capture_output=True, text=True, check=True).stdout
-
-
-def _transposes(ttgir: str) -> tuple[int, int]:
-    """How many ``movmatrix`` there are, and how many of them are not of a layout of MMA results."""
-    of_mma = set(re.findall(r"^(#\w+) = #ttg\.nvidia_mma<", ttgir, re.MULTILINE))
-    layouts = re.findall(r'"movmatrix[^\n]*? : tensor<[^,]*, (#\w+)> ->', ttgir)
-    return len(layouts), sum(layout not in of_mma for layout in layouts)
 
 
 def _main_loop(sass: str) -> Counter[str]:

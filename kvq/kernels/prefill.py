@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvq.kernels import layouts
 from kvq.kernels.decode import (
     HEADROOM,
     NEG,
@@ -23,7 +24,6 @@ from kvq.kernels.decode import (
     load_codes,
     load_query,
     load_scales,
-    no_sums,
     plane_max,
     quantized_scores,
     quantized_values,
@@ -34,6 +34,7 @@ from kvq.kernels.decode import (
 )
 from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
 from kvq.kernels.planes import plane_dim
+from kvq.kernels.weigh import no_sums, sum_of_p
 from kvq.page import PageLayout
 from kvq.reference import HotPool, hadamard_block, word_hadamard
 
@@ -53,14 +54,14 @@ class PrefillConfig:
     @staticmethod
     def default(head_dim: int, capability: int, pairs: int = 0) -> PrefillConfig:
         """For a major compute ``capability``. Hopper multiplies unpacked K from shared memory; others hold it in
-        registers, so their tiles are smaller. There, a warp has 16 rows: with fewer, Triton 3.6 computed wrong results
-        (head size 256, 64 rows, 8 warps)."""
+        registers, so their tiles are smaller. A warp has 16 rows: with fewer, Triton 3.6 computed wrong results (head
+        size 256, 64 rows, 8 warps), and elsewhere tokens would be spread over warps (kernels/weigh.py)."""
         if capability == 9:
             small, large = PrefillConfig(64, 64, 32, 4, 2), PrefillConfig(64, 32, 16, 4, 2)
             if not pairs:
                 small = PrefillConfig(128, 64, 32, 8, 2)
         else:
-            small, large = PrefillConfig(32 if pairs else 64, 32, 32, 4, 2), PrefillConfig(32, 16, 16, 8, 2)
+            small, large = PrefillConfig(32 if pairs else 64, 32, 32, 4, 2), PrefillConfig(64, 16, 16, 4, 2)
         return small if head_dim <= 128 else large
 
 
@@ -89,7 +90,7 @@ def softmax_step(
 
 @triton.jit
 def context_tile(
-    q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, z, p_head, p_table, slot_of_page, stride_page,
+    q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
     v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, own, window, cap,
     D: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
@@ -111,8 +112,8 @@ def context_tile(
             i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [PAIRS, N] fp16
             j_cos, j_sin = tl.load(p_in + 2 * PAGE * PAIRS), tl.load(p_in + 2 * PAGE * PAIRS + PAIRS)
         o_n = r + tl.arange(0, N)
-        b_k = load_codes(p_page, o_n, D, K_BITS, WK, 1)
-        b_v = load_codes(p_page + v_codes, o_n, D, V_BITS, WV, 0)
+        b_k = load_codes(p_page, r, N, D, K_BITS, WK, 1)
+        b_v = load_codes(p_page + v_codes, r, N, D, V_BITS, WV, 0)
         ks, kz = load_scales(p_page + k_scales, o_n, K_SYM)
         vs, vz = load_scales(p_page + v_scales, o_n, V_SYM)
         s, top = quantized_scores(
@@ -120,10 +121,10 @@ def context_tile(
             p_turn + i // STEPS * (2 * MAX_PAIRS), i * N, own, window, cap,
             N, K_BITS, K_SYM, PAIRS, MAX_PAIRS, 1, MASKED, WINDOW, SOFTCAP, ASM,
         )  # fmt: skip
-        a0, a1, a2, a3, m, l, z = quantized_values(
-            s, top, sm, a0, a1, a2, a3, m, l, z, b_v, vs, vz, i * N, own, N, V_BITS, V_SYM, 1, MASKED, SOFTCAP, ASM
+        a0, a1, a2, a3, m, l = quantized_values(
+            s, top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, i * N, own, N, V_BITS, V_SYM, 1, MASKED, SOFTCAP, ASM
         )
-    return a0, a1, a2, a3, m, l, z
+    return a0, a1, a2, a3, m, l
 
 
 @triton.jit
@@ -276,7 +277,7 @@ def prefill_kernel(
     a2 = tl.zeros([R, WV], tl.float32)
     a3 = tl.zeros([R, WV], tl.float32)
     m = tl.full([R], -1.0e29, tl.float32)  # above NEG, so that a tile with nothing seen adds nothing
-    l, z = no_sums(R, 1), no_sums(R, 1)
+    l = no_sums(R, 1)
 
     # The context: indices up to context - 1, and beyond ``low`` in a window; every row sees the same last one.
     last = tl.where(m_r, context - 1, -1)
@@ -292,19 +293,19 @@ def prefill_kernel(
     p_head = pages + i_head * head_bytes
     seen = (last - low)[:, None]  # how many of the last tokens of the context a row sees
     for i in tl.range(page_lo * STEPS, full, num_stages=STAGES):
-        a0, a1, a2, a3, m, l, z = context_tile(
-            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, z, p_head, p_table, slot_of_page, stride_page,
+        a0, a1, a2, a3, m, l = context_tile(
+            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
             v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, last, seen, cap,
             D, QT, R, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, WINDOW, WINDOW, SOFTCAP, HAS_HOT, ASM,
         )  # fmt: skip
     for i in tl.range(full, tl.cdiv(context, QT), num_stages=1):  # the last tile, where it is not full
-        a0, a1, a2, a3, m, l, z = context_tile(
-            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, z, p_head, p_table, slot_of_page, stride_page,
+        a0, a1, a2, a3, m, l = context_tile(
+            q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
             v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, last, seen, cap,
             D, QT, R, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, HAS_HOT, ASM,
         )  # fmt: skip
-    a0, a1, a2, a3 = finish_planes(a0, a1, a2, a3, z, V_BITS, 1)
-    l = tl.sum(l, 1)
+    a0, a1, a2, a3 = finish_planes(a0, a1, a2, a3, V_BITS)
+    l = sum_of_p(l, 1)
     if V_ROTATE:
         top = plane_max(a0, a1, a2, a3, VP)
         inv = 1.0 / top
@@ -438,7 +439,7 @@ def prefill(
         softcap=softcap is not None,
     )
     empty = context_lens
-    prefill_kernel[(layout.kv_heads, tiles)](
+    kernel = prefill_kernel[(layout.kv_heads, tiles)](
         query, key, value, pages, out, lse,
         block_tables, context_lens, cu_seqlens, empty if hot is None else hot.index, query if hot is None else hot.pool,
         empty if sinks is None else sinks,
@@ -452,3 +453,4 @@ def prefill(
         scale, sliding_window or 0, softcap or 0.0, num_seqs, tiles,
         **meta, num_warps=config.num_warps,
     )  # fmt: skip
+    layouts.check(kernel)

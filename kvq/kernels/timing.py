@@ -26,12 +26,13 @@ from kvq.tuned import DecodeConfig, WriteConfig
 
 CHUNK = 2048  # pages that are really quantized; the rest repeat them in another order
 CALLS = 10  # least calls in a graph: the launch of a replay is shared by them
-WARM_S = 0.05  # of replays before any is timed: the first after inputs were made are up to 7 % slower
+REST_S = 0.1  # before each: at the power limit of an H200, what ran before lowers the clocks, by up to a quarter
+WARM_S = 0.02  # of replays before any is timed
 
 
 def capture(calls: Sequence[Callable[[], Any]]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A CUDA graph of ``calls`` in turn, repeated to at least CALLS calls, and how many calls it holds; replayed for
-    WARM_S seconds."""
+    """A CUDA graph of ``calls`` in turn, repeated to at least CALLS calls, and how many calls it holds; after a rest,
+    replayed for WARM_S seconds."""
     repeats = -(-CALLS // len(calls))
     for call in calls:
         call()
@@ -41,6 +42,7 @@ def capture(calls: Sequence[Callable[[], Any]]) -> tuple[torch.cuda.CUDAGraph, i
         for _ in range(repeats):
             for call in calls:
                 call()
+    time.sleep(REST_S)
     start = time.perf_counter()
     while time.perf_counter() < start + WARM_S:
         graph.replay()

@@ -51,7 +51,7 @@ def write_configs(case: cases.Case) -> list[WriteConfig]:
 def decode_configs(case: cases.Case) -> list[DecodeConfig]:
     wide = case is WIDE
     shape = ShapeClass("int4", False, "large" if wide else "small", 16 if wide else 8, 128, 64)
-    more = [DecodeConfig(num_warps=2, num_stages=3), DecodeConfig(num_stages=5, maxnreg=200)] if wide else []
+    more = [DecodeConfig(num_stages=5, maxnreg=200)] if wide else []
     return [replace(c, programs=0.1, min_chunk=1) for c in [*tune.compiled_candidates(shape, True), *more]]
 
 

@@ -246,6 +246,8 @@ SMALL = [
     Case("near-fp16-max-int8", INT8, key_size=1e4, query_size=1e4, value_size=1e4, scale=1e-9,
          lens=(35, 5), kv_heads=1),
     Case("subnormal-values", value_size=3e-6, lens=(35, 5), kv_heads=1),
+    Case("subnormal-values-g12", group=12, value_size=3e-6, lens=(35, 5), kv_heads=1),
+    Case("large-values-g12-symmetric", INT4_SYM, group=12, value_size=1e4, lens=(35, 5), kv_heads=1),
     Case("zero-and-constant-rows", flat=True, lens=(40, 3), kv_heads=1),
     Case("zero-and-constant-rows-symmetric", INT4_SYM, flat=True, lens=(40, 3), kv_heads=1),
     Case("window", window=20, lens=(60, 0, 10)),

@@ -10,16 +10,23 @@ from typing import Any
 
 import torch
 
-from kvq import INT4, INT8, K8V4, DecodeConfig
+from kvq import INT4, INT4_SYM, INT8, K8V4, DecodeConfig
 from kvq.kernels.inspect import Launch, compile_launch, launches_of
+from kvq.kernels.prefill import PrefillConfig
 from kvq.tuned import VALUES, WriteConfig, default_write, fit
-from tests.kernels import cases
+from tests.kernels import cases, prefill_cases
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # bytes a block may take
 
 
 BASE = cases.Case("d128", INT4, head_dim=128, page_size=64, kv_heads=8, lens=(500, 300))
+
+
+def run_prefill(case: cases.Case, batch: cases.Batch, major: int) -> None:
+    config = PrefillConfig.default(case.head_dim, major, case.pairs)
+    whole = prefill_cases.PrefillCase(case, (256, 64))
+    prefill_cases.run_kernel(whole, batch, prefill_cases.make(whole, "cpu")[1], torch.float16, config)
 
 
 def kernels(capability: int) -> list[tuple[str, cases.Case, list[Launch]]]:
@@ -35,6 +42,7 @@ def kernels(capability: int) -> list[tuple[str, cases.Case, list[Launch]]]:
             "write a chunk": lambda: cases.write_kernel(replace(batch, tokens=batch.tokens[:1]), chunk),
             "gather": lambda: cases.gather_kernel(batch, 0, 0, torch.float16),
             "decode": lambda: cases.decode_kernel(batch, torch.float16, config),
+            "prefill": lambda: run_prefill(case, batch, capability // 10),
         }
         for part in parts:
             out.append((part, case, launches_of(calls[part])))
@@ -45,6 +53,12 @@ def kernels(capability: int) -> list[tuple[str, cases.Case, list[Launch]]]:
         add(replace(BASE, name="d64", head_dim=64), "decode")
         add(replace(BASE, name="d128-hot-bf16", hot=True, dtype=torch.bfloat16), "decode")
         add(replace(BASE, name="d128-offset", mu=3.0, pairs=16, pair_scale=True), "decode")
+        for head_dim in (64, 128, 256):
+            add(replace(BASE, name=f"d{head_dim}", head_dim=head_dim), "prefill")
+        add(replace(BASE, name="d128-int8", scheme=INT8), "prefill")
+        add(replace(BASE, name="d128-offset", mu=3.0, pairs=16, pair_scale=True), "prefill")
+        add(replace(BASE, name="g16-symmetric", scheme=INT4_SYM, group=16), "decode")
+        add(replace(BASE, name="g16-page128", page_size=128, group=16), "decode")
     if capability == 90:
         add(replace(BASE, name="d128-hot-bf16", hot=True, dtype=torch.bfloat16), "write a chunk")
         add(replace(BASE, name="d256-k8v4", scheme=K8V4, head_dim=256), "write a chunk")
@@ -70,7 +84,7 @@ def main(capability: int, launched: list[tuple[str, cases.Case, list[Launch]]]) 
     for part, case, launches in launched:
         for launch in launches:
             name = launch.kernel.__name__
-            asked_for = name in ("decode_kernel", "write_kernel") or "compact" in name
+            asked_for = name in ("decode_kernel", "prefill_kernel", "write_kernel") or "compact" in name
             if (part, name, case.name) in seen or not (asked_for or case is BASE):
                 continue
             seen.add((part, name, case.name))

@@ -33,15 +33,12 @@ def test_kernels_fit_the_gpu(capability: int) -> None:  # vLLM #36802, #46721
     assert {"write_kernel", "gather_kernel", "decode_kernel", "merge_kernel", "schedule_kernel"} <= {
         row["kernel"] for row in rows
     }
+    # Spills, and results are right: one warp and head size 256, 16 rows and 128 tokens a page, prefill.
+    spill = ("d256-int8-page128", "g16-page128")
     for row in rows:
-        if not row["case"].startswith(
-            "d256-int8"
-        ):  # one warp holds too little for head size 256: it spills, and is correct
-            assert row["loop_spills"] == 0, row
-            # ptxas stops at 128 registers for head size 64 on sm_90: 8 bytes go to the stack, outside the loop
-            words = 8 if (capability, row["case"]) == (90, "d64") else 0
-            assert row["spill_bytes"] <= words and row["stack_bytes"] <= words, row
-        assert row["shared_bytes"] <= SHARED[capability], row
+        if row["kernel"] != "prefill_kernel" and row["case"] not in spill:
+            assert row["loop_spills"] == row["spill_bytes"] == row["stack_bytes"] == 0, row
+        assert row["shared_bytes"] <= SHARED[capability] and row["misplaced"] == 0, row
         if row["part"] == "write a chunk" and capability == 90 and row["case"] in ("d128", "d128-hot-bf16"):
             assert row["registers"] <= 128, row  # four programs of four warps a multiprocessor
         if row["part"] == "write a chunk" and capability == 90 and row["case"] == "d128":
@@ -49,6 +46,6 @@ def test_kernels_fit_the_gpu(capability: int) -> None:  # vLLM #36802, #46721
             assert row["barriers"] <= WRITE_BARRIERS, row
         if row["kernel"] == "decode_kernel":
             assert row["async_16_bytes"] > row["async_narrow"], row
-            assert row["transposes"] > 0 and row["misplaced"] == 0, row
+            assert (row["transposes"] > 0) != row["case"].startswith("g16"), row
             if row["case"] in ("d128", "d128-int8", "d128-hot-bf16"):
                 assert row["instructions_per_element"] <= INSTRUCTIONS_PER_ELEMENT, row

@@ -34,7 +34,7 @@ def shipped(capability: int) -> dict[tuple[Any, ...], tuned.DecodeConfig]:
             continue
         for shape, config in file.entries.items():
             if (shape.head_dim, shape.page_size, shape.rows) == (128, 64, 8):
-                key = (shape.scheme, shape.pairs, config.num_warps, config.num_stages, config.maxnreg)
+                key = (shape.scheme, shape.pairs, config.num_stages, config.maxnreg)
                 found.setdefault(key, config)
     return found
 
@@ -62,8 +62,8 @@ def main(capability: int) -> list[dict[str, Any]]:
                 "shared_bytes": made.shared_bytes,
                 "shared_bound": tuned.shared_bytes(config, batch.layout, case.pairs),
                 "async_16_bytes": sum(n for op, n in made.loop.items() if op.startswith("LDGSTS") and ".128" in op),
-                "async_16_bytes_wanted": code_bytes // (16 * 32 * config.num_warps),
-                "instructions_per_element": made.loop_instructions * 32 * config.num_warps / (2 * 64 * 128),
+                "async_16_bytes_wanted": code_bytes // (16 * 32),
+                "instructions_per_element": made.loop_instructions * 32 / (2 * 64 * 128),
             }
         )
     return rows

@@ -231,8 +231,8 @@ def _set(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        (("format",), 2, "format is 2; this kvq reads 3"),
-        (("format",), 3.0, r"format is 3\.0; this kvq reads 3"),
+        (("format",), 3, "format is 3; this kvq reads 4"),
+        (("format",), 4.0, r"format is 4\.0; this kvq reads 4"),
         (("entries", 0, "config", "start_cost"), -1, r"config.start_cost is -1"),
         (("device",), "", "device is ''"),
         (("capability",), [9], r"capability is \[9\]"),
@@ -241,7 +241,7 @@ def _set(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
         (("entries", 1, "head_dim"), 100, r"entries\[1\].head_dim is 100"),
         (("entries", 0, "rows"), 4, r"entries\[0\].rows is 4"),
         (("entries", 0, "config", "num_stages"), 99, r"entries\[0\].config.num_stages is 99; expected 1..8"),
-        (("entries", 0, "config", "num_warps"), 3, r"config.num_warps is 3"),
+        (("entries", 0, "config", "num_warps"), 1, r"entries\[0\].config is"),
         (("entries", 0, "config", "maxnreg"), 256, r"config.maxnreg is 256"),
         (("entries", 0, "config", "prefetch"), True, r"config.prefetch is True"),
         (("entries", 0, "config", "warps"), 1, r"entries\[0\].config is"),
@@ -318,13 +318,13 @@ def test_tuning_needs_a_gpu_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_tune_writes_a_file_that_loads_with_the_fastest_configurations(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    """Everything but the GPU: clocks that like three stages and 6 programs, for ragged batches a start cost of 11, and V
+    """Everything but the GPU: clocks that like three stages and 6 programs, for ragged batches a start cost of 2, and V
     apart, and a kernel that fails."""
 
     def clock(inputs: Any, config: DecodeConfig, replays: int = 7) -> float:
         if config.programs == 12:
             raise RuntimeError("out of resources")
-        ragged = inputs.batch.shortest is not None and config.start_cost != 11
+        ragged = inputs.batch.shortest is not None and config.start_cost != 2
         return 100.0 + 10 * ((config.num_stages != 3) + (config.programs != 6) + ragged)
 
     def write_clock(inputs: Any, config: WriteConfig, replays: int = 7) -> float:
@@ -355,7 +355,7 @@ def test_tune_writes_a_file_that_loads_with_the_fastest_configurations(
             assert config == H200.entries[shape]
         else:
             assert (config.num_stages, config.programs) == (3, 6)
-            assert (config.start_cost == 11) == (shape.workload == "large")
+            assert (config.start_cost == 2) == (shape.workload == "large")
     chunk = file.writes[WriteClass("int4", False, "large", 128)]
     assert (chunk.tokens, chunk.values) == (64, "apart")
     row = next(row for row in json.loads(path.read_text())["entries"] if row["rows"] == 16 and row["scheme"] == "int4")
