@@ -7,7 +7,7 @@ part of a sequence, done by one place. Costs are counted in quantized pages, a h
   they are at most ``places`` (a binary search that every program repeats).
 * Where that leaves a chunk over SLACK times an even share of the batch, which is what lengths that differ do, the
   sequences are laid end to end and cut into equal shares: a place does the end of one sequence and the start of others.
-  There each sequence costs ``start_cost`` pages more: its query, and the way of its first page.
+  There each sequence costs ``start_cost`` pages more: its query, the way of its first page, and its masked last one.
 
 Arrays, all int32:
 
