@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class DecodeConfig:
     """Launch configuration of the decode kernel. ``programs``: a multiprocessor's, of one warp each, which may take 255
     registers where they are 8, 168 where they are 12; ``min_chunk``: least pages an item; ``prefetch``: pages an item
-    asks for before its query is ready; ``start_cost``: pages that take as long as the start and the masked end of a sequence, where items
-    are of several; ``maxnreg``: most registers, None leaves them to the compiler."""
+    asks for before its query is ready; ``start_cost``: pages that take as long as the start and the masked end of a
+    sequence, in a batch of different lengths; ``maxnreg``: most registers, None leaves them to the compiler."""
 
     num_stages: int = 3
     programs: float = 8.0

@@ -20,7 +20,7 @@ from kvq.kernels.quantize import write
 from kvq.ops import new_status, write_pages
 from kvq.page import PageLayout
 from kvq.plan import DecodePlan
-from kvq.reference import HotPool
+from kvq.reference import HotPool, offset
 from kvq.transform import KeyTransform
 from kvq.tuned import DecodeConfig, WriteConfig
 
@@ -137,7 +137,7 @@ def decode_inputs(
     least_bytes: int = 0,
     device: torch.device | str = "cuda",
 ) -> DecodeInputs:
-    """Random caches, quantized by the write kernel, in pages of random order.
+    """Random caches, quantized by the write kernel, in pages of random order; keys have the offset of ``transform``.
 
     sink: the first page of each sequence is hot. recent: so are the pages of as many last tokens. least_bytes: caches
     are added until together they are as large (rotation beyond L2).
@@ -150,10 +150,12 @@ def decode_inputs(
     block_tables = torch.zeros(len(counts), width, dtype=torch.int32, device=device)
     order = torch.randperm(num_pages, generator=g, device=device).to(torch.int32)
     is_hot = torch.zeros(num_pages, dtype=torch.bool, device=device)
+    first_token = torch.zeros(num_pages, dtype=torch.int64, device=device)
     used = 0
     for i, count in enumerate(counts):
         row = order[used : used + count]
         block_tables[i, :count] = row
+        first_token[row.long()] = torch.arange(count, device=device) * size
         used += count
         if sink:
             is_hot[row[0].long()] = True
@@ -166,6 +168,8 @@ def decode_inputs(
         chunk = min(num_pages, CHUNK)
         shape = (chunk * size, kv_heads, head_dim)
         key, value = (torch.randn(shape, generator=g, device=device).to(dtype) for _ in range(2))
+        if transform is not None and transform.mu is not None:  # at position 0, as all are written
+            key += offset(transform, torch.zeros(1, dtype=torch.int64, device=device)).to(dtype)
         slots = torch.arange(chunk * size, device=device)
         write_pages(pages[:chunk], layout, key, value, slots, torch.zeros_like(slots), tables, check="flag")
         for start in range(chunk, num_pages, chunk):
@@ -175,6 +179,9 @@ def decode_inputs(
         if sink or recent:
             index = torch.where(is_hot, is_hot.cumsum(0) - 1, -1).to(torch.int32)
             pool = torch.randn(int(is_hot.sum()), 2, kv_heads, size, head_dim, generator=g, device=device)
+            if transform is not None and transform.mu is not None:
+                for slot, start in enumerate(first_token[is_hot].tolist()):
+                    pool[slot, 0] += offset(transform, start + torch.arange(size, device=device)).transpose(0, 1)
             hot = HotPool(pool.to(dtype), index)
         caches.append((pages, hot))
     query = torch.randn(len(counts), q_len, heads, head_dim, generator=g, device=device).to(dtype)
