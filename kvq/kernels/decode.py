@@ -27,7 +27,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvq.kernels import layouts
-from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
+from kvq.kernels.device import FUSED, USE_ASM, DeviceTransform, next_pow2
 from kvq.kernels.planes import (
     butterfly2,
     butterfly4,
@@ -829,7 +829,7 @@ def decode(
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         scale, plan.sliding_window or 0, softcap or 0.0, plan.q_len, plan.rows,
         **meta, SKIP=plan.skip, STAGES=config.num_stages, HOT_STAGES=3, PREFETCH=config.prefetch,
-        DEPENDENT=plan.dependent_launch, ASM=USE_ASM, num_warps=1,
+        DEPENDENT=plan.dependent_launch, ASM=USE_ASM, num_warps=1, **FUSED,
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip
     layouts.check(kernel)
@@ -839,7 +839,7 @@ def decode(
         out, lse, plan.part_out, plan.part_lse, plan.seq_info, empty if sinks is None else sinks,
         out.stride(0), out.stride(1), out.stride(2), plan.q_len, plan.rows,
         HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, B=dims, S=min(128, max(16, parts)),
-        HAS_SINKS=sinks is not None, DEPENDENT=plan.dependent_launch, num_warps=4 if parts > 32 else 2,
+        HAS_SINKS=sinks is not None, DEPENDENT=plan.dependent_launch, num_warps=4 if parts > 32 else 2, **FUSED,
         **({"launch_pdl": True} if plan.dependent_launch else {}),
     )  # fmt: skip
 

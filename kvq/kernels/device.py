@@ -11,6 +11,7 @@ import triton
 from kvq.transform import KeyTransform
 
 USE_ASM = not triton.knobs.runtime.interpret  # the interpreter has no inline assembly
+FUSED = {"enable_fp_fusion": True}  # launch option: multiply-adds, whatever a version of Triton does by itself
 
 
 def next_pow2(n: int) -> int:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
+from kvq.kernels.device import FUSED, USE_ASM, DeviceTransform, next_pow2
 from kvq.kernels.planes import butterfly2, butterfly4, plane_dim, tiny_bytes, tiny_nibbles
 from kvq.page import PageLayout
 from kvq.reference import HotPool, hadamard_block, word_hadamard
@@ -188,5 +188,5 @@ def gather(
         WK=max(16, next_pow2(head_dim // ks.planes)), WV=max(16, next_pow2(head_dim // vs.planes)),
         BLOCK=block, NORM=block**-0.5, HAS_MU=transform is not None and transform.pairs > 0,
         HAS_SCALE=transform is not None and transform.has_scale, HAS_HOT=hot is not None, ASM=USE_ASM,
-        num_warps=max(1, rows // 16),
+        num_warps=max(1, rows // 16), **FUSED,
     )  # fmt: skip

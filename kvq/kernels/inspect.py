@@ -33,7 +33,7 @@ TYPES = {
     torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def compile_kernel(
     num_warps: int = 4,
     num_stages: int = 3,
     maxnreg: int | None = None,
+    enable_fp_fusion: bool = True,
 ) -> Compiled:
     """Compile a ``triton.jit`` kernel for compute capability ``capability`` (89 for 8.9).
 
@@ -77,7 +78,7 @@ def compile_kernel(
     signature = {name: "constexpr" if name in constants else args[name] for name in kernel.arg_names}
     attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
-    options = dict(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
+    options = dict(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg, enable_fp_fusion=enable_fp_fusion)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(binary.asm["cubin"])

@@ -32,7 +32,7 @@ from kvq.kernels.decode import (
     store_planes,
     turn_query,
 )
-from kvq.kernels.device import USE_ASM, DeviceTransform, next_pow2
+from kvq.kernels.device import FUSED, USE_ASM, DeviceTransform, next_pow2
 from kvq.kernels.planes import plane_dim
 from kvq.kernels.weigh import no_sums, sum_of_p
 from kvq.page import PageLayout
@@ -451,6 +451,6 @@ def prefill(
         out.stride(0), out.stride(1), pages.stride(0), block_tables.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         scale, sliding_window or 0, softcap or 0.0, num_seqs, tiles,
-        **meta, num_warps=config.num_warps,
+        **meta, **FUSED, num_warps=config.num_warps,
     )  # fmt: skip
     layouts.check(kernel)

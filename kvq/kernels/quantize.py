@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvq.kernels.device import USE_ASM, DeviceTransform, dependent_launch, next_pow2
+from kvq.kernels.device import FUSED, USE_ASM, DeviceTransform, dependent_launch, next_pow2
 from kvq.kernels.planes import plane_dim
 from kvq.page import PageLayout
 from kvq.reference import HotPool, hadamard_block, word_hadamard
@@ -677,6 +677,6 @@ def write(
         HAS_SCALE=transform is not None and transform.has_scale,
         HAS_HOT=hot is not None, CHECK=check, CLAMP=clamp, VALUES=values,
         RAW=not clamp and key.dtype != torch.float32, JOIN=config.tokens >= 64, DEPENDENT=dependent,
-        ASM=USE_ASM, num_warps=config.num_warps, **({"launch_pdl": True} if dependent else {}),
+        ASM=USE_ASM, num_warps=config.num_warps, **FUSED, **({"launch_pdl": True} if dependent else {}),
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip

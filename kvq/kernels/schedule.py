@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvq.kernels.device import next_pow2
+from kvq.kernels.device import FUSED, next_pow2
 from kvq.plan import HOT_COST, ITEM, DecodePlan
 from kvq.reference import HotPool
 
@@ -172,11 +172,12 @@ def schedule(plan: DecodePlan, block_tables: torch.Tensor, seq_lens: torch.Tenso
         compact_kernel[(num_seqs,)](
             block_tables, seq_lens, hot.index, plan.page_list, plan.page_index, plan.hot_list, plan.hot_index,
             plan.counts, block_tables.stride(0), plan.page_list.stride(0), q_len, window or 0,
-            N=page_size, WINDOW=window is not None, B=min(1024, max(32, next_pow2(plan.max_pages))), num_warps=4,
+            N=page_size, WINDOW=window is not None, B=min(1024, max(32, next_pow2(plan.max_pages))),
+            num_warps=4, **FUSED,
         )  # fmt: skip
     schedule_kernel[(num_seqs,)](
         seq_lens, plan.counts, plan.items, plan.place_item, plan.seq_info, num_seqs, plan.places,
         plan.config.min_chunk, plan.config.start_cost, q_len, window or 0,
         N=page_size, WINDOW=window is not None, HAS_HOT=hot is not None,
-        COST=HOT_COST, B=next_pow2(num_seqs), I=128, num_warps=4,
+        COST=HOT_COST, B=next_pow2(num_seqs), I=128, num_warps=4, **FUSED,
     )  # fmt: skip
