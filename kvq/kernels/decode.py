@@ -198,7 +198,7 @@ def finish_planes(a0, a1, a2, a3, V_BITS: tl.constexpr):
 def quantized_values(
     s, top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, token, own,
     N: tl.constexpr, V_BITS: tl.constexpr, V_SYM: tl.constexpr,
-    TOKENS: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
+    TOKENS: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The tokens of ``quantized_scores`` added to the running softmax (m, l), l in sums of ``weigh``, and to the
     accumulators a0..a3 [WV, R], of which a1 and a3 are of ``tiny_nibble_pairs``."""
@@ -215,7 +215,7 @@ def quantized_values(
         p = tl.exp2(s - along(m_new, ROWS))
     else:
         p = tl.exp2(s * sm - along(m_new, ROWS))
-    b_p, sums = weigh(p.to(tl.float16), vs, vz, V_SYM, TOKENS, ASM)
+    b_p, sums = weigh(p.to(tl.float16), vs, vz, V_SYM, TOKENS, LANES)
     a = along(a, ROWS)
     l = l * a + sums
     # MMAs round towards zero: the zeros of the tile keep the accumulators near it.
@@ -597,7 +597,7 @@ def decode_item(
         )  # fmt: skip
         a0, a1, a2, a3, m, l = quantized_values(
             s, seen_top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, index * N + row, own,
-            EDGE_N, V_BITS, V_SYM, TOKENS, True, SOFTCAP, ASM,
+            EDGE_N, V_BITS, V_SYM, TOKENS, True, SOFTCAP, ASM, ASM,
         )  # fmt: skip
         if SKIP:
             r = tl.maximum(r, seen_top)
@@ -631,7 +631,7 @@ def decode_item(
                 vs, vz = load_scales(p_page + v_scales, o_page, V_SYM)
             a0, a1, a2, a3, m, l = quantized_values(
                 s, seen_top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, 0, own,
-                N, V_BITS, V_SYM, TOKENS, False, SOFTCAP, ASM,
+                N, V_BITS, V_SYM, TOKENS, False, SOFTCAP, ASM, ASM,
             )  # fmt: skip
     if SKIP:
         tl.atomic_add(skipped, pages_skipped.to(tl.int64), sem="relaxed")

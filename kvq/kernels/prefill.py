@@ -43,13 +43,15 @@ SCAN = tl.constexpr(64)  # sequences, and block table entries, looked at togethe
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """``rows`` of a program, ``page_tokens`` and ``tokens`` of a quantized and of a native tile, launch options."""
+    """``rows`` of a program, ``page_tokens`` and ``tokens`` of a quantized and of a native tile, launch options.
+    ``lanes``: whether MMAs leave results in registers, as the assembly of kernels/weigh.py wants."""
 
     rows: int
     page_tokens: int
     tokens: int
     num_warps: int
     num_stages: int
+    lanes: bool = True
 
     @staticmethod
     def default(head_dim: int, capability: int, pairs: int = 0) -> PrefillConfig:
@@ -61,7 +63,10 @@ class PrefillConfig:
             if not pairs:
                 small = PrefillConfig(128, 64, 32, 8, 2)
         else:
-            small, large = PrefillConfig(32 if pairs else 64, 32, 32, 4, 2), PrefillConfig(64, 16, 16, 4, 2)
+            lanes = capability != 10  # there they are in tensor memory
+            small, large = (
+                PrefillConfig(32 if pairs else 64, 32, 32, 4, 2, lanes), PrefillConfig(64, 16, 16, 4, 2, lanes)
+            )  # fmt: skip
         return small if head_dim <= 128 else large
 
 
@@ -96,6 +101,7 @@ def context_tile(
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
     WK: tl.constexpr, WV: tl.constexpr, PAIRS: tl.constexpr, MAX_PAIRS: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_HOT: tl.constexpr, ASM: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Tile i of N tokens of the context, unless its page is hot; ``p_head``: pages at the head's plane."""
     STEPS: tl.constexpr = PAGE // N
@@ -122,7 +128,7 @@ def context_tile(
             N, K_BITS, K_SYM, PAIRS, MAX_PAIRS, 1, MASKED, WINDOW, SOFTCAP, ASM,
         )  # fmt: skip
         a0, a1, a2, a3, m, l = quantized_values(
-            s, top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, i * N, own, N, V_BITS, V_SYM, 1, MASKED, SOFTCAP, ASM
+            s, top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, i * N, own, N, V_BITS, V_SYM, 1, MASKED, SOFTCAP, ASM, LANES
         )
     return a0, a1, a2, a3, m, l
 
@@ -216,7 +222,7 @@ def prefill_kernel(
     WK: tl.constexpr, WV: tl.constexpr, QT: tl.constexpr, HOT_T: tl.constexpr,
     HAS_SCALE: tl.constexpr, PAIRS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_HOT: tl.constexpr,
     HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, tiles). Tile numbers of a sequence start at cu_seqlens * GROUP // R + its index, so that the host
     needs no lengths; the last tiles, which see most, go first."""
@@ -297,12 +303,14 @@ def prefill_kernel(
             q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
             v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, last, seen, cap,
             D, QT, R, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, WINDOW, WINDOW, SOFTCAP, HAS_HOT, ASM,
+            LANES,
         )  # fmt: skip
     for i in tl.range(full, tl.cdiv(context, QT), num_stages=1):  # the last tile, where it is not full
         a0, a1, a2, a3, m, l = context_tile(
             q0, q1, q2, q3, qs, sm, a0, a1, a2, a3, m, l, p_head, p_table, slot_of_page, stride_page,
             v_codes, k_scales, v_scales, c_cos, c_sin, p_inner, p_turn, i, last, seen, cap,
             D, QT, R, N, K_BITS, V_BITS, K_SYM, V_SYM, WK, WV, PAIRS, MAX_PAIRS, True, WINDOW, SOFTCAP, HAS_HOT, ASM,
+            LANES,
         )  # fmt: skip
     a0, a1, a2, a3 = finish_planes(a0, a1, a2, a3, V_BITS)
     l = sum_of_p(l, 1)
@@ -388,7 +396,7 @@ def prefill_constants(
         QT=min(config.page_tokens, layout.page_size), HOT_T=min(config.tokens, layout.page_size),
         HAS_SCALE=has_scale, PAIRS=pairs, HAS_SHIFT=has_shift and pairs > 0, HAS_HOT=has_hot,
         HAS_SINKS=has_sinks, WINDOW=window, SOFTCAP=softcap, SPLIT=dtype == torch.bfloat16,
-        STAGES=config.num_stages, ASM=USE_ASM,
+        STAGES=config.num_stages, ASM=USE_ASM, LANES=USE_ASM and config.lanes,
     )  # fmt: skip
 
 

@@ -102,18 +102,18 @@ def no_sums(R: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def weigh(p, scale, zero, SYM: tl.constexpr, TOKENS: tl.constexpr, ASM: tl.constexpr):
+def weigh(p, scale, zero, SYM: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr):
     """For fp16 p [N, R], scale [N] and zero [N]: p scale as an operand, and sums over the tokens in an MMA's tile.
 
     Rows as columns, sums [16, R] are of p zero in the rows before 8 and of p in the others; else [R, 8], of p zero in
     even columns and of p in odd ones. If SYM they are of the rounded p scale instead of p zero. MMAs on the lanes' own
-    registers give each lane those of its rows.
+    registers give each lane those of its rows if LANES; else it is plain Triton, with p scale where p was.
     """
-    if ASM:
+    if LANES:
         N: tl.constexpr = p.shape[TOKENS]
         R: tl.constexpr = p.shape[1 - TOKENS]
         G: tl.constexpr = N if N < 64 else 64  # tokens of one instance, whose sums are in the place of its first
-        p = as_operand(p, TOKENS, ASM)
+        p = as_operand(p, TOKENS, True)
         x, weighed = tl.inline_asm_elementwise(  # not pure: in another layout it would be another function
             WEIGH[(TOKENS, G, SYM)], WEIGH_REGISTERS[(TOKENS, G)], [p, along(scale, TOKENS), along(zero, TOKENS)],
             dtype=(tl.float32, tl.float16), is_pure=False, pack=G // (4 - 2 * TOKENS),

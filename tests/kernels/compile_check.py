@@ -49,6 +49,9 @@ def kernels(capability: int) -> list[tuple[str, cases.Case, list[Launch]]]:
 
     add(BASE, "write", "write a chunk", "gather", "decode")
     add(replace(BASE, name="d128-int8", scheme=INT8), "decode")
+    if capability == 100:
+        add(replace(BASE, name="d128"), "prefill")
+        add(replace(BASE, name="d256", head_dim=256), "prefill")
     if capability in (89, 90):
         add(replace(BASE, name="d64", head_dim=64), "decode")
         add(replace(BASE, name="d128-hot-bf16", hot=True, dtype=torch.bfloat16), "decode")
