@@ -277,11 +277,11 @@ def measure(shape: ShapeClass, gpu: Gpu, quick: bool) -> tuple[DecodeConfig, dic
     if shape.workload == "large":
         batches.append(RAGGED[shape.rows])
         inputs.append(inputs_of(shape, batches[-1], 4 * gpu.l2_bytes))
-        costs = dict.fromkeys((best.start_cost, *START_COST))
-        ragged = _times(time_us, inputs[-1], [replace(best, start_cost=n) for n in costs])
-        times[start] = [*times[start], time_us(inputs[-1], start)]
-        even, best = times[best], _best({config: [t] for config, t in ragged.items()})
-        times[best] = [*even[: len(batches) - 1], ragged[best]]
+        planned = [replace(best, start_cost=n) for n in (best.start_cost, *START_COST)]
+        ragged = _over(inputs[-1:], dict.fromkeys([start, *planned]), {})
+        even, best = times[best], _best({config: ragged[config] for config in planned})
+        times[start] = times[start] + ragged[start]
+        times[best] = even + ragged[best]
     facts: dict[str, Any] = {
         "batch": batches[0].sequences,
         "context": batches[0].tokens,

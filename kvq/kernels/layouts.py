@@ -7,6 +7,7 @@ something else, so every compiled kernel is looked at once.
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -14,6 +15,8 @@ import triton
 
 OPERAND = r"register = \[\[1, 0\], \[8, 0\][^a-z]*lane = \[\[2, 0\], \[4, 0\], \[0, 1\], \[0, 2\], \[0, 4\]\]"
 _seen: set[str] = set()
+
+log = logging.getLogger(__name__)
 
 
 def placement(ttgir: str) -> tuple[int, int]:
@@ -29,11 +32,16 @@ def placement(ttgir: str) -> tuple[int, int]:
 
 
 def check(kernel: Any) -> None:
-    """Raise RuntimeError if a compiled kernel, as a launch returns it, has something misplaced; looked at once."""
+    """Raise RuntimeError if a compiled kernel, as a launch returns it, has something misplaced; looked at once.
+
+    With TRITON_STORE_BINARY_ONLY there is nothing to look at, which is logged.
+    """
     if kernel is None or kernel.hash in _seen:  # None: interpreted
         return
-    _, wrong = placement(kernel.asm["ttgir"])
-    if wrong:
+    ttgir = kernel.asm.get("ttgir")
+    if ttgir is None:
+        log.warning("the layouts of %s cannot be checked: TRITON_STORE_BINARY_ONLY is set", kernel.name)
+    elif placement(ttgir)[1]:
         raise RuntimeError(
             f"Triton {triton.__version__} lays out {kernel.name} in a way that kvq does not know: its results would be "
             "wrong. Install a version that kvq is tested with (3.6 or 3.9), and please report this"

@@ -15,6 +15,11 @@ import triton
 import triton.language as tl
 
 
+def _pairs(axis: int, tokens: int) -> int:
+    """Registers, of two fp16 each, that a lane has of ``tokens``; half as many as of float32."""
+    return tokens * (1 + axis) // 8
+
+
 def _weigh(axis: int, tokens: int, symmetric: bool) -> str:
     """PTX of ``weigh`` over ``tokens`` along ``axis``; $0 to $3 are what a lane holds of an MMA's result.
 
@@ -22,8 +27,7 @@ def _weigh(axis: int, tokens: int, symmetric: bool) -> str:
     the odd ones, or in its upper and lower rows; if ``symmetric``, first ones and zeros for what was weighed, then
     zeros and ones for p.
     """
-    step = 2 + 2 * axis  # registers of 16 tokens
-    sums, pairs = tokens * step // 8, tokens * step // 16
+    step, pairs = _pairs(axis, 16), _pairs(axis, tokens)
     text = "{ .reg .f32 c<4>; .reg .b32 one, zero; mov.b32 one, 0x3c003c00; mov.b32 zero, 0; "
     text += "".join(f"mov.f32 c{i}, 0f00000000; " for i in range(4))
     c = "{c0, c1, c2, c3}"
@@ -34,7 +38,7 @@ def _weigh(axis: int, tokens: int, symmetric: bool) -> str:
             "selp.b32 in_even, one, zero, even; selp.b32 in_odd, zero, one, even; "
         )
     for first in range(0, pairs, step):
-        out, p, scale, y = (sums + i * pairs + first for i in range(4))
+        out, p, scale, y = (i * pairs + first for i in range(2, 6))
         scales = [scale, scale + 1] if axis == 0 else [scale, scale, scale + 2, scale + 2]
         text += "".join(f"mul.rn.f16x2 ${out + i}, ${p + i}, ${x}; " for i, x in enumerate(scales))
         products: list[tuple[int, list[str]]]  # own registers from, the other operand
@@ -56,7 +60,7 @@ def _weigh(axis: int, tokens: int, symmetric: bool) -> str:
 
 
 def _weigh_registers(axis: int, tokens: int) -> str:
-    pairs = tokens * (1 + axis) // 8
+    pairs = _pairs(axis, tokens)
     return ",".join(["=&f"] * (2 * pairs) + ["=&r"] * pairs + ["r"] * (3 * pairs))
 
 

@@ -53,3 +53,14 @@ def test_a_kernel_with_misplaced_assembly_is_refused_and_a_good_one_looked_at_on
     good = SimpleNamespace(hash="b", name="decode_kernel", asm={"ttgir": text(MMA, (BY_ROW, "#mma"))})
     layouts.check(good)
     layouts.check(SimpleNamespace(hash="b", name="decode_kernel", asm={}))
+
+
+def test_a_kernel_that_cannot_be_looked_at_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(layouts, "_seen", set())
+    for _ in range(2):
+        layouts.check(SimpleNamespace(hash="c", name="decode_kernel", asm={"cubin": b""}))
+    assert [r.getMessage() for r in caplog.records] == [
+        "the layouts of decode_kernel cannot be checked: TRITON_STORE_BINARY_ONLY is set"
+    ]
