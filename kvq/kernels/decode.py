@@ -734,16 +734,15 @@ def decode_kernel(
 def merge_kernel(
     out, lse, part_out, part_lse, seq_info, sinks,
     stride_o_seq, stride_o_tok, stride_o_head, q_len, rows,
-    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
-    HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, B: tl.constexpr,
+    S: tl.constexpr, HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Merges the partial outputs of a sequence by log-sum-exp. Grid (rows of a kv head x kv heads, blocks of B dims,
+    """Merges the partial outputs of a sequence by log-sum-exp. Grid (blocks of M rows x kv heads, blocks of B dims,
     sequences).
 
     Returns at once where the decode kernel wrote the output itself; writes zeros where a sequence has no part.
     """
-    i_row = tl.program_id(0) % rows
-    i_head = tl.program_id(0) // rows
+    i_head = tl.program_id(0) % HEADS_KV
     i_seq = tl.program_id(2)
     parts = tl.load(seq_info + 2 * i_seq)
     first = tl.load(seq_info + 2 * i_seq + 1).to(tl.int64)
@@ -752,34 +751,37 @@ def merge_kernel(
     if parts == 1:
         return
     o_s = tl.arange(0, S)
+    o_m = (tl.program_id(0) // HEADS_KV) * M + tl.arange(0, M)
+    m_m = o_m < rows
     o_d = tl.program_id(1) * B + tl.arange(0, B)
-    head = i_head * GROUP + i_row % GROUP
-    m = -1.0e29
-    l = 0.0
-    acc = tl.zeros([B], tl.float32)
+    o_head = i_head * GROUP + o_m % GROUP
+    m = tl.full([M], -1.0e29, tl.float32)
+    l = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, B], tl.float32)
     if HAS_SINKS:
-        m = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        l = 1.0
+        m = tl.load(sinks + o_head, mask=m_m, other=0.0).to(tl.float32) * 1.4426950408889634  # [M]
+        l += 1.0
     for s in range(0, parts, S):
-        o_part = ((first + s + o_s) * HEADS_KV + i_head) * rows + i_row
-        b_lse = tl.load(part_lse + o_part, mask=s + o_s < parts, other=NEG)  # [S]
+        o_part = ((first + s + o_s) * HEADS_KV + i_head)[None, :] * rows + o_m[:, None]
+        mask = (s + o_s < parts)[None, :] & m_m[:, None]
+        b_lse = tl.load(part_lse + o_part, mask=mask, other=NEG)  # [M, S]
         b_o = tl.load(  # before the reduction of b_lse: both latencies at once
-            part_out + o_part[:, None] * D + o_d[None, :],
-            mask=(s + o_s < parts)[:, None] & (o_d < D)[None, :],
+            part_out + (o_part[:, :, None] * D + o_d[None, None, :]),
+            mask=mask[:, :, None] & (o_d < D)[None, None, :],
             other=0.0,
-        )  # fmt: skip  [S, B]
-        m_new = tl.maximum(m, tl.max(b_lse, 0))
-        w = tl.exp2(b_lse - m_new)
+        )  # fmt: skip  [M, S, B]
+        m_new = tl.maximum(m, tl.max(b_lse, 1))
+        w = tl.exp2(b_lse - m_new[:, None])
         a = tl.exp2(m - m_new)
-        acc = acc * a + tl.sum(b_o * w[:, None], 0)
-        l = l * a + tl.sum(w, 0)
+        acc = acc * a[:, None] + tl.sum(b_o * w[:, :, None], 1)
+        l = l * a + tl.sum(w, 1)
         m = m_new
-    acc = acc / tl.where(l > 0.0, l, 1.0)
-    token = i_row // GROUP
-    p_o = out + i_seq.to(tl.int64) * stride_o_seq + token * stride_o_tok + head * stride_o_head
-    tl.store(p_o + o_d, acc.to(out.dtype.element_ty), mask=o_d < D)
+    acc = acc / tl.where(l > 0.0, l, 1.0)[:, None]
+    o_token = o_m // GROUP
+    p_o = out + i_seq.to(tl.int64) * stride_o_seq + (o_token * stride_o_tok + o_head * stride_o_head)[:, None]
+    tl.store(p_o + o_d[None, :], acc.to(out.dtype.element_ty), mask=m_m[:, None] & (o_d < D)[None, :])
     natural = tl.where(l > 0.0, (m + tl.log2(l)) * 0.6931471805599453, float("-inf"))
-    tl.store(lse + (i_seq.to(tl.int64) * q_len + token) * (HEADS_KV * GROUP) + head, natural)
+    tl.store(lse + (i_seq.to(tl.int64) * q_len + o_token) * (HEADS_KV * GROUP) + o_head, natural, mask=m_m)
 
 
 def decode(
@@ -834,12 +836,16 @@ def decode(
     )  # fmt: skip
     layouts.check(kernel)
     parts = next_pow2(triton.cdiv(plan.places, query.shape[0]))  # of a sequence when all are alike
+    tile = min(128, max(16, parts))  # partial rows that a merge program reads at once: with few parts, of several rows
+    block = min(next_pow2(plan.rows), max(1, tile // parts))
     dims = 32 if parts > 32 else next_pow2(layout.head_dim)  # many partials: more programs a row
-    merge_kernel[(plan.rows * kv_heads, triton.cdiv(layout.head_dim, dims), query.shape[0])](
+    grid = (triton.cdiv(plan.rows, block) * kv_heads, triton.cdiv(layout.head_dim, dims), query.shape[0])
+    merge_kernel[grid](
         out, lse, plan.part_out, plan.part_lse, plan.seq_info, empty if sinks is None else sinks,
         out.stride(0), out.stride(1), out.stride(2), plan.q_len, plan.rows,
-        HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, B=dims, S=min(128, max(16, parts)),
-        HAS_SINKS=sinks is not None, DEPENDENT=plan.dependent_launch, num_warps=4 if parts > 32 else 2, **FUSED,
+        HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, M=block, B=dims, S=tile // block,
+        HAS_SINKS=sinks is not None, DEPENDENT=plan.dependent_launch,
+        num_warps=4 if parts > 32 else max(1, tile * dims // 2048), **FUSED,
         **({"launch_pdl": True} if plan.dependent_launch else {}),
     )  # fmt: skip
 
