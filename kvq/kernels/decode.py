@@ -835,17 +835,17 @@ def decode(
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip
     layouts.check(kernel)
-    parts = next_pow2(triton.cdiv(plan.places, query.shape[0]))  # of a sequence when all are alike
-    tile = min(128, max(16, parts))  # partial rows that a merge program reads at once: with few parts, of several rows
-    block = min(next_pow2(plan.rows), max(1, tile // parts))
+    parts = next_pow2(max(1, plan.places // query.shape[0]))  # of a sequence, at most, when all are alike
+    block = min(next_pow2(plan.rows), max(1, 64 // parts))  # few parts: several rows a program, 64 partial ones at once
+    step = min(128, max(parts, min(16, 64 // block)))
     dims = 32 if parts > 32 else next_pow2(layout.head_dim)  # many partials: more programs a row
     grid = (triton.cdiv(plan.rows, block) * kv_heads, triton.cdiv(layout.head_dim, dims), query.shape[0])
     merge_kernel[grid](
         out, lse, plan.part_out, plan.part_lse, plan.seq_info, empty if sinks is None else sinks,
         out.stride(0), out.stride(1), out.stride(2), plan.q_len, plan.rows,
-        HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, M=block, B=dims, S=tile // block,
+        HEADS_KV=kv_heads, GROUP=meta["GROUP"], D=layout.head_dim, M=block, B=dims, S=step,
         HAS_SINKS=sinks is not None, DEPENDENT=plan.dependent_launch,
-        num_warps=4 if parts > 32 else max(1, tile * dims // 2048), **FUSED,
+        num_warps=4 if parts > 32 else max(1, block * step * dims // 4096), **FUSED,
         **({"launch_pdl": True} if plan.dependent_launch else {}),
     )  # fmt: skip
 
