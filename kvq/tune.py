@@ -100,8 +100,8 @@ def shape_classes(quick: bool) -> Iterator[ShapeClass]:
             for name in ("int8",) if quick else tuple(name for name in PRESETS if name != "int4"):
                 yield ShapeClass(name, False, workload, 8, 128, 64)
         if not quick:
-            for head_dim, page_size in ((64, 64), (256, 64), (128, 16)):
-                yield ShapeClass("int4", False, workload, 8, head_dim, page_size)
+            for head_dim in (64, 256):
+                yield ShapeClass("int4", False, workload, 8, head_dim, 64)
 
 
 def write_classes(quick: bool) -> Iterator[WriteClass]:

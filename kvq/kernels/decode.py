@@ -39,6 +39,7 @@ from kvq.kernels.weigh import add_tile, along, as_operand, no_sums, sum_of_p, su
 from kvq.page import PageLayout
 from kvq.plan import ITEM, DecodePlan
 from kvq.reference import HotPool, hadamard_block
+from kvq.tuned import tile_pages
 
 NEG = tl.constexpr(-1.0e30)
 HEADROOM = tl.constexpr(12.0)  # p reaches 2^12 in fp16, so that small p stay normal numbers
@@ -106,13 +107,32 @@ def visible(index, own, window, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def load_codes(p, row, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, N_AXIS: tl.constexpr):
-    """Words int16 of N tokens from ``row`` on of a page and head, tokens along axis N_AXIS, padded to W a token."""
+def of_page(x0, x1, x2, x3, N: tl.constexpr, T: tl.constexpr):
+    """[T N], T at most 4: x0 for the N tokens of a first page, x1 for those of the next one, and so on."""
+    o = tl.arange(0, T * N) // N
+    y = tl.where(o == 0, x0, x1)
+    if T == 4:
+        y = tl.where(o < 2, y, tl.where(o == 2, x2, x3))
+    return y
+
+
+@triton.jit
+def load_codes(
+    p, row, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, N_AXIS: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """Words int16 of N tokens from ``row`` on of a head, tokens along axis N_AXIS, padded to W a token. They are of one
+    page at ``p``, or where they are more than its PAGE tokens, of pages at ``p`` [N]."""
     WORDS: tl.constexpr = D * BITS // 16
     p = p.to(tl.pointer_type(tl.int16)) + row * WORDS
+    if PAGE < N:
+        p = along(p, N_AXIS)
     if W == WORDS:
         # one range for the whole tile, so that all addresses are one register and constants
-        o = tl.reshape(tl.arange(0, N * W), [N, W])
+        o = tl.arange(0, N * W)
+        if PAGE < N:
+            o %= PAGE * W
+        o = tl.reshape(o, [N, W])
         if N_AXIS == 1:
             o = tl.trans(o)
             o = tl.max_contiguous(tl.multiple_of(o, (8, 1)), (8, 1))
@@ -121,7 +141,7 @@ def load_codes(p, row, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, W: 
         words = tl.load(p + o)
     else:
         o_w = tl.arange(0, W)
-        o = along(tl.arange(0, N), N_AXIS) * WORDS + along(o_w, 1 - N_AXIS)
+        o = along(tl.arange(0, N) % PAGE, N_AXIS) * WORDS + along(o_w, 1 - N_AXIS)
         words = tl.load(p + o, mask=along(o_w < WORDS, 1 - N_AXIS), other=0)
     return words
 
@@ -447,7 +467,7 @@ def decode_item(
     HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
     K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    WK: tl.constexpr, WV: tl.constexpr, HOT_N: tl.constexpr,
+    T: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr, HOT_N: tl.constexpr,
     HAS_SCALE: tl.constexpr, PAIRS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_HOT: tl.constexpr,
     HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKENS: tl.constexpr,
     SKIP: tl.constexpr, STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
@@ -458,6 +478,7 @@ def decode_item(
     EDGE_N: tl.constexpr = 16
     ROWS: tl.constexpr = 1 - TOKENS
     MAX_PAIRS: tl.constexpr = D // 2
+    LINES: tl.constexpr = 32 if N * (D * (K_BITS + V_BITS) // 8 + 8) <= 4096 else 128  # of a page and head, for L2
     i_head = tl.program_id(0) % HEADS_KV
     i_block = tl.program_id(0) // HEADS_KV
     p_item = items + ITEM_FIELDS * i_item
@@ -483,13 +504,19 @@ def decode_item(
     # pages that not every row sees whole, at either end of the list, come first
     start = tl.minimum(tl.maximum(full_lo, lo), hi)
     stop = tl.minimum(tl.maximum(full_hi, start), hi)
+    if T > 1:
+        stop -= (stop - start) % T
     if ASM:  # start the first pages on their way to L2 while the query is made ready
         if stop - start < hi - lo:
-            page = tl.load(p_list + tl.where(lo < start, lo, stop)).to(tl.int64)
-            prefetch_l2(pages + page * stride_page + i_head * head_bytes, head_bytes, 128)
-        for ahead in tl.static_range(PREFETCH):
+            for ahead in tl.static_range(T):
+                edge = tl.where(lo < start, lo, stop)
+                if ahead > 0:
+                    edge = tl.minimum(edge + ahead, hi - 1)
+                page = tl.load(p_list + edge).to(tl.int64)
+                prefetch_l2(pages + page * stride_page + i_head * head_bytes, head_bytes, LINES)
+        for ahead in tl.static_range(PREFETCH * T):
             page = tl.load(p_list + tl.minimum(start + ahead, stop - 1), mask=start < stop, other=0).to(tl.int64)
-            prefetch_l2(pages + page * stride_page + i_head * head_bytes, head_bytes, 128)
+            prefetch_l2(pages + page * stride_page + i_head * head_bytes, head_bytes, LINES)
 
     x0, x1, x2, x3, top = turn_query(
         x0, x1, x2, x3, dim_scale + i_head * D, k_hadamard, o_k, D, WK, KP, BLOCK, K_ROTATE, HAS_SCALE, NORM, TOKENS
@@ -586,8 +613,8 @@ def decode_item(
         else:
             e_cos, e_sin, f_cos, f_sin = i_cos, i_sin, j_cos, j_sin
         o_edge = row + tl.arange(0, EDGE_N)
-        b_k = load_codes(p_page, row, EDGE_N, D, K_BITS, WK, TOKENS)
-        b_v = load_codes(p_page + v_codes, row, EDGE_N, D, V_BITS, WV, ROWS)
+        b_k = load_codes(p_page, row, EDGE_N, D, K_BITS, WK, TOKENS, N)
+        b_v = load_codes(p_page + v_codes, row, EDGE_N, D, V_BITS, WV, ROWS, N)
         ks, kz = load_scales(p_page + k_scales, o_edge, K_SYM)
         vs, vz = load_scales(p_page + v_scales, o_edge, V_SYM)
         s, seen_top = quantized_scores(
@@ -601,24 +628,43 @@ def decode_item(
         )  # fmt: skip
         if SKIP:
             r = tl.maximum(r, seen_top)
-    o_page = tl.arange(0, N)
+    o_tile = tl.arange(0, N * T) % N
     page = tl.load(p_list + start, mask=start < stop, other=0)
-    for i in tl.range(start, stop, num_stages=STAGES):
-        p_page = pages + page.to(tl.int64) * stride_page + i_head * head_bytes
-        page = tl.load(p_list + tl.minimum(i + 1, stop - 1))  # a page early: nobody waits for it
+    if T > 1:
+        page1 = tl.load(p_list + start + 1, mask=start < stop, other=0)
+        page2, page3 = page1, page1
+    if T == 4:
+        page2 = tl.load(p_list + start + 2, mask=start < stop, other=0)
+        page3 = tl.load(p_list + start + 3, mask=start < stop, other=0)
+    for i in tl.range(start, stop, T, num_stages=STAGES):
+        o_pages = page.to(tl.int64) * stride_page
+        if T > 1:
+            o_pages = of_page(
+                o_pages, page1.to(tl.int64) * stride_page, page2.to(tl.int64) * stride_page,
+                page3.to(tl.int64) * stride_page, N, T,
+            )  # fmt: skip
+        p_page = pages + o_pages + i_head * head_bytes
+        if T > 1:
+            p_page = tl.max_constancy(tl.multiple_of(p_page, 16), N)
+        page = tl.load(p_list + tl.minimum(i + T, stop - 1))  # a tile early: nobody waits for it
+        if T > 1:
+            page1 = tl.load(p_list + tl.minimum(i + T + 1, stop - 1))
+        if T == 4:
+            page2 = tl.load(p_list + tl.minimum(i + T + 2, stop - 1))
+            page3 = tl.load(p_list + tl.minimum(i + T + 3, stop - 1))
         index = 0
         if PAIRS > 0:
             index = page_index_of(i, p_index, HAS_HOT)
-        b_k = load_codes(p_page, 0, N, D, K_BITS, WK, TOKENS)
+        b_k = load_codes(p_page, 0, N * T, D, K_BITS, WK, TOKENS, N)
         if not SKIP:
-            b_v = load_codes(p_page + v_codes, 0, N, D, V_BITS, WV, ROWS)
-        ks, kz = load_scales(p_page + k_scales, o_page, K_SYM)
+            b_v = load_codes(p_page + v_codes, 0, N * T, D, V_BITS, WV, ROWS, N)
+        ks, kz = load_scales(p_page + k_scales, o_tile, K_SYM)
         if not SKIP:
-            vs, vz = load_scales(p_page + v_scales, o_page, V_SYM)
+            vs, vz = load_scales(p_page + v_scales, o_tile, V_SYM)
         s, seen_top = quantized_scores(
             q0, q1, q2, q3, qs, sm, b_k, ks, kz, c_cos, c_sin, i_cos, i_sin, j_cos, j_sin,
             p_turn + index * (2 * MAX_PAIRS), 0, own, window, cap,
-            N, K_BITS, K_SYM, PAIRS, MAX_PAIRS, TOKENS, False, False, SOFTCAP, ASM,
+            N * T, K_BITS, K_SYM, PAIRS, MAX_PAIRS, TOKENS, False, False, SOFTCAP, ASM,
         )  # fmt: skip
         keep = True
         if SKIP:
@@ -627,11 +673,11 @@ def decode_item(
             pages_skipped += tl.where(keep, 0, 1)
         if keep:
             if SKIP:
-                b_v = load_codes(p_page + v_codes, 0, N, D, V_BITS, WV, ROWS)
-                vs, vz = load_scales(p_page + v_scales, o_page, V_SYM)
+                b_v = load_codes(p_page + v_codes, 0, N, D, V_BITS, WV, ROWS, N)
+                vs, vz = load_scales(p_page + v_scales, o_tile, V_SYM)
             a0, a1, a2, a3, m, l = quantized_values(
                 s, seen_top, sm, a0, a1, a2, a3, m, l, b_v, vs, vz, 0, own,
-                N, V_BITS, V_SYM, TOKENS, False, SOFTCAP, ASM, ASM,
+                N * T, V_BITS, V_SYM, TOKENS, False, SOFTCAP, ASM, ASM,
             )  # fmt: skip
     if SKIP:
         tl.atomic_add(skipped, pages_skipped.to(tl.int64), sem="relaxed")
@@ -705,7 +751,7 @@ def decode_kernel(
     HEADS_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SYM: tl.constexpr, V_SYM: tl.constexpr,
     K_ROTATE: tl.constexpr, V_ROTATE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    WK: tl.constexpr, WV: tl.constexpr, HOT_N: tl.constexpr,
+    T: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr, HOT_N: tl.constexpr,
     HAS_SCALE: tl.constexpr, PAIRS: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_HOT: tl.constexpr,
     HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKENS: tl.constexpr,
     SKIP: tl.constexpr, STAGES: tl.constexpr, HOT_STAGES: tl.constexpr, PREFETCH: tl.constexpr,
@@ -725,8 +771,8 @@ def decode_kernel(
             pair_index, pair_dim, pair_mu, inner, near, far, position_offset, stride_q_seq, stride_q_tok,
             stride_q_head, stride_o_seq, stride_o_tok, stride_o_head, stride_page, stride_list, stride_hot,
             head_bytes, v_codes, k_scales, v_scales, scale, window, cap, q_len, rows, HEADS_KV, GROUP, D, N, R,
-            K_BITS, V_BITS, K_SYM, V_SYM, K_ROTATE, V_ROTATE, BLOCK, NORM, WK, WV, HOT_N, HAS_SCALE, PAIRS, HAS_SHIFT,
-            HAS_HOT, HAS_SINKS, WINDOW, SOFTCAP, TOKENS, SKIP, STAGES, HOT_STAGES, PREFETCH, ASM,
+            K_BITS, V_BITS, K_SYM, V_SYM, K_ROTATE, V_ROTATE, BLOCK, NORM, T, WK, WV, HOT_N, HAS_SCALE, PAIRS,
+            HAS_SHIFT, HAS_HOT, HAS_SINKS, WINDOW, SOFTCAP, TOKENS, SKIP, STAGES, HOT_STAGES, PREFETCH, ASM,
         )  # fmt: skip
 
 
@@ -830,7 +876,8 @@ def decode(
         pages.stride(0), page_list.stride(0), plan.hot_list.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         scale, plan.sliding_window or 0, softcap or 0.0, plan.q_len, plan.rows,
-        **meta, SKIP=plan.skip, STAGES=config.num_stages, HOT_STAGES=3, PREFETCH=config.prefetch,
+        **meta, T=tile_pages(layout.page_size, meta["PAIRS"], plan.skip), SKIP=plan.skip,
+        STAGES=config.num_stages, HOT_STAGES=3, PREFETCH=config.prefetch,
         DEPENDENT=plan.dependent_launch, ASM=USE_ASM, num_warps=1, **FUSED,
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip

@@ -118,8 +118,8 @@ def context_tile(
             i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [PAIRS, N] fp16
             j_cos, j_sin = tl.load(p_in + 2 * PAGE * PAIRS), tl.load(p_in + 2 * PAGE * PAIRS + PAIRS)
         o_n = r + tl.arange(0, N)
-        b_k = load_codes(p_page, r, N, D, K_BITS, WK, 1)
-        b_v = load_codes(p_page + v_codes, r, N, D, V_BITS, WV, 0)
+        b_k = load_codes(p_page, r, N, D, K_BITS, WK, 1, N)
+        b_v = load_codes(p_page + v_codes, r, N, D, V_BITS, WV, 0, N)
         ks, kz = load_scales(p_page + k_scales, o_n, K_SYM)
         vs, vz = load_scales(p_page + v_scales, o_n, V_SYM)
         s, top = quantized_scores(

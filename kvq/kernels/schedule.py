@@ -7,7 +7,9 @@ part of a sequence, done by one place. Costs are counted in quantized pages, a h
   they are at most ``places`` (a binary search that every program repeats).
 * Where that leaves a chunk over SLACK times an even share of the batch, which is what lengths that differ do, the
   sequences are laid end to end and cut into equal shares: a place does the end of one sequence and the start of others.
-  There each sequence costs ``start_cost`` pages more: its query, the way of its first page, and its masked last one.
+  There each sequence costs ``start_cost`` tiles more: its query, the way of its first page, and its masked last one.
+
+Sequences are cut between tiles of T pages (``plan.tile_pages``).
 
 Arrays, all int32:
 
@@ -95,8 +97,8 @@ def compact_kernel(
 @triton.jit
 def schedule_kernel(
     seq_lens, counts, items, place_item, seq_info, num_seqs, places, min_chunk, start_cost, q_len, window,
-    N: tl.constexpr, WINDOW: tl.constexpr, HAS_HOT: tl.constexpr, COST: tl.constexpr, B: tl.constexpr,
-    I: tl.constexpr,
+    N: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr, HAS_HOT: tl.constexpr, COST: tl.constexpr,
+    B: tl.constexpr, I: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences); B is a power of two, at least num_seqs."""
     i_seq = tl.program_id(0)
@@ -152,8 +154,10 @@ def schedule_kernel(
         cost_hi = tl.where(even, whole * (part + 1) // mine, tl.minimum(tl.maximum(cut + share - start_cost, 0), whole))
         tl.store(p_item, i_seq, mask=mask)
         tl.store(p_item + 1, mine, mask=mask)
-        tl.store(p_item + 2, own_lo + tl.maximum(cost_lo - hot_cost, 0), mask=mask)
-        tl.store(p_item + 3, own_lo + tl.maximum(cost_hi - hot_cost, 0), mask=mask)
+        page_lo, page_hi = tl.maximum(cost_lo - hot_cost, 0), tl.maximum(cost_hi - hot_cost, 0)
+        page_hi -= tl.where(cost_hi < whole, page_hi % T, 0)
+        tl.store(p_item + 2, own_lo + page_lo - page_lo % T, mask=mask)
+        tl.store(p_item + 3, own_lo + page_hi, mask=mask)
         tl.store(p_item + 4, tl.minimum(tl.cdiv(cost_lo, COST), own_hot), mask=mask)
         tl.store(p_item + 5, tl.minimum(tl.cdiv(cost_hi, COST), own_hot), mask=mask)
         tl.store(p_item + 6, full_lo, mask=mask)
@@ -177,7 +181,7 @@ def schedule(plan: DecodePlan, block_tables: torch.Tensor, seq_lens: torch.Tenso
         )  # fmt: skip
     schedule_kernel[(num_seqs,)](
         seq_lens, plan.counts, plan.items, plan.place_item, plan.seq_info, num_seqs, plan.places,
-        plan.config.min_chunk, plan.config.start_cost, q_len, window or 0,
-        N=page_size, WINDOW=window is not None, HAS_HOT=hot is not None,
+        plan.config.min_chunk * plan.tile_pages, plan.config.start_cost * plan.tile_pages, q_len, window or 0,
+        N=page_size, T=plan.tile_pages, WINDOW=window is not None, HAS_HOT=hot is not None,
         COST=HOT_COST, B=next_pow2(num_seqs), I=128, num_warps=4, **FUSED,
     )  # fmt: skip

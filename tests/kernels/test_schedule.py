@@ -67,6 +67,7 @@ def test_every_page_is_in_one_item(lens: list[int], places: int, first_hot: bool
         hot = int(first_hot and pages > 0)
         assert [p for item in mine for p in range(item[2], item[3])] == list(range(pages - hot))
         assert [p for item in mine for p in range(item[4], item[5])] == list(range(hot))
+        assert all(item[2] % plan.tile_pages == 0 for item in mine)
     assert sum(costs(plan)) == sum(-(-n // 16) + (HOT_COST - 1) * first_hot * (n > 0) for n in lens)
 
 
@@ -77,7 +78,9 @@ def test_every_page_is_in_one_item(lens: list[int], places: int, first_hot: bool
 def test_places_share_the_work(lens: list[int], places: int) -> None:
     plan = make(lens, places)
     share = -(-sum(-(-n // 16) for n in lens) // places)
-    assert max(costs(plan)) <= SLACK.value * share + DecodeConfig().start_cost * len(lens) / places + 1
+    tile = plan.tile_pages
+    assert tile == 4  # cuts are between tiles
+    assert max(costs(plan)) <= SLACK.value * share + tile * (DecodeConfig().start_cost * len(lens) / places + 1)
 
 
 def test_a_window_leaves_out_pages_that_nobody_sees() -> None:
