@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from kvq.scheme import QuantScheme, check_count, check_head_dim, is_integer
 
 PAGE_SIZES = (16, 32, 64, 128)
+TILE = 64  # tokens that decode takes at once where pages are not larger
 ALIGN = 16  # bytes; narrower strides make Triton fall back to narrow loads without cp.async
+
+
+def tile_pages(page_size: int, skip: bool) -> int:
+    """Pages that decode takes at once: small ones together, unless they may be left out one by one."""
+    return 1 if skip else max(1, TILE // page_size)
 
 
 @dataclass(frozen=True)

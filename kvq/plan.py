@@ -7,10 +7,10 @@ import math
 import torch
 
 from kvq.kernels.device import dependent_launch
-from kvq.page import PageLayout
+from kvq.page import PageLayout, tile_pages
 from kvq.reference import HotPool, word_hadamard
 from kvq.scheme import check_count, is_integer
-from kvq.tuned import DecodeConfig, pick, tile_pages
+from kvq.tuned import DecodeConfig, pick
 
 MAX_Q_LEN = 8
 ITEM = 8  # int32 fields of a work item
@@ -96,7 +96,7 @@ class DecodePlan:
         self.part_lse = empty(self.max_items, layout.kv_heads, self.rows, dtype=torch.float32)
 
         self.skip = skip_threshold is not None
-        self.tile_pages = tile_pages(layout.page_size, pairs, self.skip)
+        self.tile_pages = tile_pages(layout.page_size, self.skip)
         self.skip_log2 = empty(1, dtype=torch.float32)
         self.skipped = torch.zeros(2, dtype=torch.int64, device=self.device)
         if skip_threshold is not None:

@@ -21,12 +21,11 @@ import torch
 from triton.runtime import driver
 
 from kvq.kernels.device import next_pow2
-from kvq.page import PAGE_SIZES, PageLayout
+from kvq.page import PAGE_SIZES, PageLayout, tile_pages
 from kvq.scheme import HEAD_DIMS, PRESETS, is_integer
 
 FORMAT = 4
 SMALL_WRITE = 1024  # tokens
-TILE = 64  # tokens that decode takes at once where pages are not larger
 FOLDER = Path(__file__).parent / "kernels" / "tuned"
 ENVIRONMENT = "KVQ_TUNED"
 
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class DecodeConfig:
     """Launch configuration of the decode kernel. ``programs``: a multiprocessor's, of one warp each, which may take 255
-    registers where they are 8, 168 where they are 12; ``min_chunk``: least tiles (``tile_pages``) an item;
+    registers where they are 8, 168 where they are 12; ``min_chunk``: least tiles (page.tile_pages) an item;
     ``prefetch``: tiles an item asks for before its query is ready; ``start_cost``: tiles that take as long as the start
     and the masked end of a sequence, in a batch of different lengths; ``maxnreg``: most registers, None leaves them to
     the compiler."""
@@ -280,12 +279,6 @@ def nearest(entries: dict[ShapeClass, DecodeConfig], shape: ShapeClass) -> Decod
     return entries[max(same, key=agreement)]
 
 
-def tile_pages(page_size: int, pairs: int, skip: bool) -> int:
-    """Pages that decode takes at once: small ones together, unless keys have an offset, which is turned page by page,
-    or pages are left out one by one."""
-    return 1 if pairs or skip else max(1, TILE // page_size)
-
-
 def shared_bytes(config: DecodeConfig, layout: PageLayout, pairs: int) -> int:
     """Upper bound of the shared memory of a decode program: all stages but one hold tiles.
 
@@ -293,9 +286,9 @@ def shared_bytes(config: DecodeConfig, layout: PageLayout, pairs: int) -> int:
     """
     key, value = layout.scheme.key, layout.scheme.value
     words = sum(max(16, next_pow2(layout.head_dim // x.planes)) for x in (key, value))  # rows are padded
-    tokens = layout.page_size * tile_pages(layout.page_size, pairs, skip=False)
+    tokens = layout.page_size * tile_pages(layout.page_size, skip=False)
     tile = tokens * (2 * words + key.scale_bytes() + value.scale_bytes())
-    tables = 4 * 2 * layout.page_size * pairs
+    tables = 4 * 2 * tokens * pairs
     hot = 2 * 2 * 2 * 16 * layout.head_dim
     scratch = 32 * layout.head_dim  # of rotations and conversions between register layouts
     return max((config.num_stages - 1) * tile, hot) + tables + scratch

@@ -36,14 +36,14 @@ from kvq.kernels.planes import (
     tiny_nibble_pairs,
 )
 from kvq.kernels.weigh import add_tile, along, as_operand, no_sums, sum_of_p, sums_of_zeros, weigh
-from kvq.page import PageLayout
+from kvq.page import TILE, PageLayout, tile_pages
 from kvq.plan import ITEM, DecodePlan
 from kvq.reference import HotPool, hadamard_block
-from kvq.tuned import tile_pages
 
 NEG = tl.constexpr(-1.0e30)
 HEADROOM = tl.constexpr(12.0)  # p reaches 2^12 in fp16, so that small p stay normal numbers
 ITEM_FIELDS = tl.constexpr(ITEM)
+TILE_TOKENS = tl.constexpr(TILE)
 TINY = tl.constexpr(2.0**-24)  # of a code 1 unpacked in the last bits of an fp16
 
 
@@ -506,6 +506,10 @@ def decode_item(
     stop = tl.minimum(tl.maximum(full_hi, start), hi)
     if T > 1:
         stop -= (stop - start) % T
+        if PAIRS > 0 and HAS_HOT:  # keys of a tile are turned as those of one page: it has no gap
+            if start < stop:
+                gap = tl.load(p_index + stop - 1) - tl.load(p_index + start) != stop - 1 - start
+                stop = tl.where(gap, start, stop)
     if ASM:  # start the first pages on their way to L2 while the query is made ready
         if stop - start < hi - lo:
             for ahead in tl.static_range(T):
@@ -531,7 +535,7 @@ def decode_item(
 
     if PAIRS > 0:
         o_p = tl.arange(0, PAIRS)
-        o_n = tl.arange(0, N)
+        o_n = tl.arange(0, N * T)
         o_pair = tl.load(pair_index + i_head * PAIRS + o_p)
         d_a = tl.load(pair_dim + 2 * o_pair)
         d_b = tl.load(pair_dim + 2 * o_pair + 1)
@@ -552,10 +556,11 @@ def decode_item(
             t_sin = along(w_sin * n_cos + w_cos * n_sin, TOKENS)
             t_sin = tl.where(shift < 0, -t_sin, t_sin)
             c_cos, c_sin = c_cos * t_cos + c_sin * t_sin, c_sin * t_cos - c_cos * t_sin
-        p_inner = inner + i_head * (4 * N * PAIRS)
+        INNER: tl.constexpr = 2 * PAIRS * max(N, TILE_TOKENS)  # of a half
+        p_inner = inner + i_head * (2 * INNER)
         p_in = p_inner + along(o_n, TOKENS) * (2 * PAIRS) + along(o_p, ROWS)
         i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [N, PAIRS] fp16; loaded as they are, so that they stay
-        j_cos, j_sin = tl.load(p_in + 2 * N * PAIRS), tl.load(p_in + 2 * N * PAIRS + PAIRS)  # in shared memory
+        j_cos, j_sin = tl.load(p_in + INNER), tl.load(p_in + INNER + PAIRS)  # in shared memory
         p_turn = far + o_pair
     else:
         c_cos, c_sin, i_cos, i_sin, j_cos, j_sin = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
@@ -609,7 +614,7 @@ def decode_item(
         if PAIRS > 0:
             p_edge = p_inner + along(row + tl.arange(0, EDGE_N), TOKENS) * (2 * PAIRS) + along(o_p, ROWS)
             e_cos, e_sin = tl.load(p_edge), tl.load(p_edge + PAIRS)
-            f_cos, f_sin = tl.load(p_edge + 2 * N * PAIRS), tl.load(p_edge + 2 * N * PAIRS + PAIRS)
+            f_cos, f_sin = tl.load(p_edge + INNER), tl.load(p_edge + INNER + PAIRS)
         else:
             e_cos, e_sin, f_cos, f_sin = i_cos, i_sin, j_cos, j_sin
         o_edge = row + tl.arange(0, EDGE_N)
@@ -876,7 +881,7 @@ def decode(
         pages.stride(0), page_list.stride(0), plan.hot_list.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         scale, plan.sliding_window or 0, softcap or 0.0, plan.q_len, plan.rows,
-        **meta, T=tile_pages(layout.page_size, meta["PAIRS"], plan.skip), SKIP=plan.skip,
+        **meta, T=tile_pages(layout.page_size, plan.skip), SKIP=plan.skip,
         STAGES=config.num_stages, HOT_STAGES=3, PREFETCH=config.prefetch,
         DEPENDENT=plan.dependent_launch, ASM=USE_ASM, num_warps=1, **FUSED,
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from kvq.page import TILE
 from kvq.transform import KeyTransform
 
 USE_ASM = not triton.knobs.runtime.interpret  # the interpreter has no inline assembly
@@ -30,7 +31,7 @@ class DeviceTransform:
 
     The angle of pair j at position p = page_size * f + n is looked up in two tables and composed in float32:
     ``far`` [f, (cos, sin), head_dim / 2] and ``near`` [n, (cos, sin), head_dim / 2], both computed in float64.
-    ``inner`` is ``near`` for the pairs of each head, in two fp16 halves whose sum has 22 bits.
+    ``inner`` is ``near`` for the pairs of each head, over a tile of pages, in two fp16 halves whose sum has 22 bits.
     ``pairs``: pairs a head whose offset decode adds back, padded to a power of two from 16; 0 for no offset.
     """
 
@@ -42,7 +43,7 @@ class DeviceTransform:
     pair_index: torch.Tensor  # int32 [kv_heads, pairs]
     pair_dim: torch.Tensor  # int32 [head_dim / 2, 2]
     pair_mu: torch.Tensor  # float32 [kv_heads, 2, pairs]
-    inner: torch.Tensor  # fp16 [kv_heads, (high, low), page_size, (cos, sin), pairs]
+    inner: torch.Tensor  # fp16 [kv_heads, (high, low), tokens of a tile, (cos, sin), pairs]
     near: torch.Tensor
     far: torch.Tensor
     dim_mu: torch.Tensor  # float32 [2, kv_heads, head_dim]: mu, and the partner's mu with the sign of its sine
@@ -71,7 +72,7 @@ class DeviceTransform:
         dim_mu[1][:, pair_dims[:, 0]], dim_mu[1][:, pair_dims[:, 1]] = -pair_mu[..., 1], pair_mu[..., 0]
         dim_pair = torch.empty(transform.head_dim, dtype=torch.int32)
         dim_pair[pair_dims.flatten()] = torch.arange(half, dtype=torch.int32).repeat_interleave(2)
-        near = table(torch.arange(page_size))
+        near = table(torch.arange(max(page_size, TILE)))
         inner = near[:, :, index].permute(2, 0, 1, 3)
         high = inner.half()
         tables = (
@@ -80,7 +81,7 @@ class DeviceTransform:
             pair_dims.to(torch.int32),
             chosen.transpose(1, 2).contiguous(),
             torch.stack([high, (inner - high.float()).half()], 1),
-            near,
+            near[:page_size],
             table(torch.arange(max_position // page_size + 1) * page_size),
             dim_mu,
             dim_pair,

@@ -19,6 +19,7 @@ from kvq.kernels import layouts
 from kvq.kernels.decode import (
     HEADROOM,
     NEG,
+    TILE_TOKENS,
     apply_softcap,
     finish_planes,
     load_codes,
@@ -116,7 +117,8 @@ def context_tile(
         if PAIRS > 0:
             p_in = p_inner + (r + tl.arange(0, N))[None, :] * (2 * PAIRS) + tl.arange(0, PAIRS)[:, None]
             i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [PAIRS, N] fp16
-            j_cos, j_sin = tl.load(p_in + 2 * PAGE * PAIRS), tl.load(p_in + 2 * PAGE * PAIRS + PAIRS)
+            HALF: tl.constexpr = 2 * PAIRS * max(PAGE, TILE_TOKENS)
+            j_cos, j_sin = tl.load(p_in + HALF), tl.load(p_in + HALF + PAIRS)
         o_n = r + tl.arange(0, N)
         b_k = load_codes(p_page, r, N, D, K_BITS, WK, 1, N)
         b_v = load_codes(p_page + v_codes, r, N, D, V_BITS, WV, 0, N)
@@ -293,7 +295,7 @@ def prefill_kernel(
         page_lo = tl.maximum(context + token - window + 1, 0) // N
     page_hi = tl.cdiv(context, N)
     p_table = block_tables + i_seq.to(tl.int64) * stride_table
-    p_inner = inner + i_head * (4 * N * PAIRS)
+    p_inner = inner + i_head * (4 * PAIRS * max(N, TILE_TOKENS))
     STEPS: tl.constexpr = N // QT
     full = tl.maximum(context // QT, page_lo * STEPS)
     p_head = pages + i_head * head_bytes

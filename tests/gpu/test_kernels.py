@@ -37,6 +37,9 @@ LONG = [
     replace(BASE, name="offset-200-one-split-bf16", lens=(32768,), mu=200.0, pairs=4, shifts=(98304,),
             dtype=torch.bfloat16, programs=0.001),
     replace(BASE, name="window-4096-of-100000", lens=(100000, 4096, 50), window=4096, q_len=2),
+    replace(BASE, name="page-16-offset-hot", page_size=16, hot=True, also_hot=(100,), lens=(5000, 128, 1000), pairs=16,
+            mu=5.0, pair_scale=True),
+    replace(BASE, name="page-32-g16-offset", page_size=32, group=16, lens=(3000, 77), pairs=16, mu=5.0),
     replace(BASE, name="many-sequences", lens=tuple(range(0, 2000, 37)), page_size=16, group=8),
 ]  # fmt: skip
 

@@ -24,7 +24,8 @@ from kvq.tuned import WriteConfig
 @dataclass(frozen=True)
 class Case:
     """One batch. ``mu``: size of the key offset on each of ``pairs`` rotary pairs; ``shifts``: position offsets;
-    ``flat``: a third of the tokens are zero rows, and another third have constant values."""
+    ``flat``: a third of the tokens are zero rows, and another third have constant values; ``hot``: the first page and
+    the last two of each sequence are hot, and the pages ``also_hot``."""
 
     name: str
     scheme: QuantScheme = INT4
@@ -36,6 +37,7 @@ class Case:
     lens: tuple[int, ...] = (37, 0, 7)
     dtype: torch.dtype = torch.float16
     hot: bool = False
+    also_hot: tuple[int, ...] = ()
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -119,7 +121,11 @@ def make_batch(case: Case, device: str) -> Batch:
         used += count
     hot = None
     if case.hot:  # the first page and the last two, as TurnBook would have it
-        wanted = [block_tables[i, sorted({0, max(n - 2, 0), n - 1})] for i, n in enumerate(need) if n]
+        wanted = [
+            block_tables[i, sorted({0, max(n - 2, 0), n - 1, *(p for p in case.also_hot if p < n)})]
+            for i, n in enumerate(need)
+            if n
+        ]
         wanted = torch.cat(wanted).long()
         index = torch.full((num_pages,), -1, dtype=torch.int32, device=device)
         first = case.spare + 1
@@ -271,6 +277,10 @@ SMALL = [
     Case("hot-bf16-g1", hot=True, dtype=torch.bfloat16, group=1, lens=(100, 15)),
     Case("hot-everywhere", hot=True, lens=(30, 16)),
     Case("scale-without-offset", pair_scale=True, lens=(33, 5)),
+    Case("tiles-offset-hot", mu=5.0, pairs=10, hot=True, pair_scale=True, lens=(420, 0, 131), kv_heads=1, programs=3.0),
+    Case("tiles-offset-hot-with-a-gap", mu=5.0, pairs=10, hot=True, also_hot=(11,), lens=(420, 150), kv_heads=1,
+         programs=2.0),
+    Case("tiles-offset-shifted-page32", page_size=32, mu=5.0, pairs=16, shifts=(9, -4), lens=(300, 200), programs=4.0),
     Case("offset-4-pairs", mu=5.0, pairs=4, lens=(40, 0, 5)),
     Case("offset-all-pairs-d128-hot", head_dim=128, mu=3.0, pairs=64, pair_scale=True, hot=True, kv_heads=1,
          lens=(70, 3)),

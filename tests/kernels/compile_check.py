@@ -13,7 +13,8 @@ import torch
 from kvq import INT4, INT4_SYM, INT8, K8V4, DecodeConfig
 from kvq.kernels.inspect import Launch, compile_launch, launches_of
 from kvq.kernels.prefill import PrefillConfig
-from kvq.tuned import VALUES, WriteConfig, default_write, fit, tile_pages
+from kvq.page import tile_pages
+from kvq.tuned import VALUES, WriteConfig, default_write, fit
 from tests.kernels import cases, prefill_cases
 
 KIB = 1024
@@ -58,6 +59,7 @@ def kernels(capability: int) -> list[tuple[str, cases.Case, list[Launch]]]:
         add(replace(BASE, name="d128-page16", page_size=16), "decode")
         add(replace(BASE, name="d64-page16-int8", page_size=16, head_dim=64, scheme=INT8), "decode")
         add(replace(BASE, name="d128-page32", page_size=32), "decode")
+        add(replace(BASE, name="d64-offset-page16", head_dim=64, page_size=16, mu=3.0, pairs=16), "decode")
         add(replace(BASE, name="g16-page16", page_size=16, group=16), "decode")
         add(replace(BASE, name="d128-offset", mu=3.0, pairs=16, pair_scale=True), "decode")
         for head_dim in (64, 128, 256):
@@ -96,7 +98,7 @@ def main(capability: int, launched: list[tuple[str, cases.Case, list[Launch]]]) 
                 continue
             seen.add((part, name, case.name))
             made = compile_launch(launch, capability)
-            tile = case.page_size * tile_pages(case.page_size, case.pairs, skip=False)  # tokens of an iteration
+            tile = case.page_size * tile_pages(case.page_size, skip=False)  # tokens of an iteration
             elements = 2 * tile * case.head_dim  # of K and V
             warps = launch.options.get("num_warps", 4)
             rows.append(

@@ -34,7 +34,7 @@ def test_kernels_fit_the_gpu(capability: int) -> None:  # vLLM #36802, #46721
         row["kernel"] for row in rows
     }
     # Spills, and results are right: one warp and head size 256, 16 rows and 128 tokens a page, prefill.
-    spill = ("d256-int8-page128", "g16-page128")
+    spill = ("d256-int8-page128", "g16-page128", "d64-offset-page16")
     for row in rows:
         if row["kernel"] != "prefill_kernel" and row["case"] not in spill:
             assert row["loop_spills"] == row["spill_bytes"] == row["stack_bytes"] == 0, row
@@ -45,6 +45,7 @@ def test_kernels_fit_the_gpu(capability: int) -> None:  # vLLM #36802, #46721
             assert row["instructions_per_element"] <= WRITE_INSTRUCTIONS, row
             assert row["barriers"] <= WRITE_BARRIERS, row
         if row["kernel"] == "decode_kernel":
+            assert row["loop_spills"] == 0 or row["case"] == "d256-int8-page128", row
             assert row["async_16_bytes"] > row["async_narrow"], row
             assert (row["transposes"] > 0) != row["case"].startswith("g16"), row
             if "page16" in row["case"] or row["case"] in ("d128", "d128-int8", "d128-hot-bf16", "d128-page32"):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from kvq import reference
+from kvq import DecodeConfig, reference
 from kvq.kernels import quantize
 from kvq.ops import new_status, write_pages
-from kvq.page import PageLayout
+from kvq.page import PAGE_SIZES, PageLayout
 from kvq.reference import HotPool
 from kvq.scheme import INT4, INT4_SYM, INT8, K8V4, QuantScheme
 from kvq.tuned import WriteConfig
@@ -33,11 +35,10 @@ def some(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", [BY_NAME[name] for name in names], ids=str)
 
 
-@pytest.mark.parametrize("case", cases.SMALL, ids=str)
-def test_decode_matches_float64_attention_over_the_dequantized_cache(case: cases.Case) -> None:
+def check_decode(case: cases.Case, config: DecodeConfig | None = None) -> None:
     batch = cases.make_batch(case, "cpu")
     cases.write_reference(batch)
-    out, lse = cases.decode_kernel(batch, torch.float32)
+    out, lse = cases.decode_kernel(batch, torch.float32, config)
     want, want_lse = cases.decode_reference(batch)
     assert cases.relative_error(out, want) < tolerances.DECODE[torch.float32]
     seen = torch.isfinite(want_lse)
@@ -45,6 +46,42 @@ def test_decode_matches_float64_attention_over_the_dequantized_cache(case: cases
     limit = tolerances.LSE_LARGE_OFFSET if case.mu >= 100 else tolerances.LSE
     assert (lse - want_lse)[seen].abs().max() < limit
     assert (out[~seen] == 0).all()
+
+
+@pytest.mark.parametrize("case", cases.SMALL, ids=str)
+def test_decode_matches_float64_attention_over_the_dequantized_cache(case: cases.Case) -> None:
+    check_decode(case)
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> cases.Case:
+    """A decode batch of any kind; its KV heads, and what it takes from the cache, are few."""
+    lengths = st.one_of(st.integers(0, 40), st.integers(0, 400), st.integers(1, 6).map(lambda n: 64 * n))
+    pairs = draw(st.sampled_from([0, 0, 6]))
+    return cases.Case(
+        "any",
+        draw(st.sampled_from([INT4, INT4_SYM, INT8, K8V4])),
+        head_dim=draw(st.sampled_from([64, 80, 128])),
+        page_size=draw(st.sampled_from(PAGE_SIZES)),
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.sampled_from([1, 3, 4, 7, 12])),
+        q_len=draw(st.sampled_from([1, 1, 2, 5])),
+        lens=tuple(draw(st.lists(lengths, min_size=1, max_size=4).filter(any))),
+        dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
+        hot=draw(st.booleans()),
+        also_hot=tuple(draw(st.lists(st.integers(1, 25), max_size=2))),
+        window=draw(st.none() | st.integers(1, 300)),
+        softcap=draw(st.sampled_from([None, 20.0])),
+        sinks=draw(st.booleans()),
+        pairs=pairs,
+        mu=3.0 if pairs else 0.0,
+    )
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=any_case(), places=st.integers(1, 16), min_chunk=st.integers(1, 2), start_cost=st.integers(0, 4))
+def test_decode_of_any_batch(case: cases.Case, places: int, min_chunk: int, start_cost: int) -> None:
+    check_decode(case, DecodeConfig(programs=places * case.kv_heads, min_chunk=min_chunk, start_cost=start_cost))
 
 
 @some(*WRITTEN)
