@@ -36,7 +36,7 @@ from kvq.kernels.planes import (
     tiny_nibble_pairs,
 )
 from kvq.kernels.weigh import add_tile, along, as_operand, no_sums, sum_of_p, sums_of_zeros, weigh
-from kvq.page import TILE, PageLayout, tile_pages
+from kvq.page import TILE, PageLayout
 from kvq.plan import ITEM, DecodePlan
 from kvq.reference import HotPool, hadamard_block
 
@@ -881,8 +881,7 @@ def decode(
         pages.stride(0), page_list.stride(0), plan.hot_list.stride(0),
         layout.head_bytes, layout.v_codes, layout.k_scales, layout.v_scales,
         scale, plan.sliding_window or 0, softcap or 0.0, plan.q_len, plan.rows,
-        **meta, T=tile_pages(layout.page_size, plan.skip), SKIP=plan.skip,
-        STAGES=config.num_stages, HOT_STAGES=3, PREFETCH=config.prefetch,
+        **meta, T=plan.tile_pages, SKIP=plan.skip, STAGES=config.num_stages, HOT_STAGES=3, PREFETCH=config.prefetch,
         DEPENDENT=plan.dependent_launch, ASM=USE_ASM, num_warps=1, **FUSED,
         **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
     )  # fmt: skip
