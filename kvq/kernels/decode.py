@@ -501,12 +501,12 @@ def decode_item(
     p_list = page_list + i_seq.to(tl.int64) * stride_list
     p_index = page_index + i_seq.to(tl.int64) * stride_list
     x0, x1, x2, x3 = load_query(query, o_q, o_k, m_r, D, KP, BLOCK, TOKENS)
-    # pages that not every row sees whole, at either end of the list, come first
+    # pages that not every row sees whole, at either end of the list, and those that fill no tile come first
     start = tl.minimum(tl.maximum(full_lo, lo), hi)
     stop = tl.minimum(tl.maximum(full_hi, start), hi)
     if T > 1:
         stop -= (stop - start) % T
-        if PAIRS > 0 and HAS_HOT:  # keys of a tile are turned as those of one page: it has no gap
+        if PAIRS > 0 and HAS_HOT:  # keys of a tile are turned as one page's: its pages follow each other
             if start < stop:
                 gap = tl.load(p_index + stop - 1) - tl.load(p_index + start) != stop - 1 - start
                 stop = tl.where(gap, start, stop)
@@ -559,7 +559,7 @@ def decode_item(
         INNER: tl.constexpr = 2 * PAIRS * max(N, TILE_TOKENS)  # of a half
         p_inner = inner + i_head * (2 * INNER)
         p_in = p_inner + along(o_n, TOKENS) * (2 * PAIRS) + along(o_p, ROWS)
-        i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [N, PAIRS] fp16; loaded as they are, so that they stay
+        i_cos, i_sin = tl.load(p_in), tl.load(p_in + PAIRS)  # [N T, PAIRS] fp16; loaded as they are, so they stay
         j_cos, j_sin = tl.load(p_in + INNER), tl.load(p_in + INNER + PAIRS)  # in shared memory
         p_turn = far + o_pair
     else:

@@ -33,7 +33,8 @@ def test_kernels_fit_the_gpu(capability: int) -> None:  # vLLM #36802, #46721
     assert {"write_kernel", "gather_kernel", "decode_kernel", "merge_kernel", "schedule_kernel"} <= {
         row["kernel"] for row in rows
     }
-    # Spills, and results are right: one warp and head size 256, 16 rows and 128 tokens a page, prefill.
+    # Spills, and results are right: one warp and head size 256, 16 rows and 128 tokens a page, prefill. And outside its
+    # loop, not yet run on a GPU: an offset over pages of 16.
     spill = ("d256-int8-page128", "g16-page128", "d64-offset-page16")
     for row in rows:
         if row["kernel"] != "prefill_kernel" and row["case"] not in spill:
